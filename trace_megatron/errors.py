@@ -1,0 +1,9 @@
+"""The one error a user may meet: what was expected, what was found, what to do."""
+
+
+class UserError(Exception):
+    """A mistake in the user's input. The command line prints its one sentence and exits with code 2."""
+
+
+class WeightSyncError(Exception):
+    """The engine does not hold the trainer's weights, or an update ended half-way. The run stops."""
