@@ -1,0 +1,67 @@
+"""What Megatron-Core 0.16 needs where no CUDA device exists: the project's only monkey patches, each with its reason.
+
+With a CUDA device ``install`` does nothing at all.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+_installed = False
+
+
+def install() -> None:
+    """Let Megatron-Core run on the CPU of this process; to be called before a model or an optimizer is built."""
+    global _installed
+    if _installed or torch.cuda.is_available():
+        return
+    _installed = True
+    _install_device()
+    _install_rng()
+
+
+def _install_device() -> None:
+    # Buffers of the tensor- and pipeline-parallel layers and of DDP are made on `torch.cuda.current_device()`.
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    # Pipeline communication waits for the device after batched sends; gloo's `wait` has waited already.
+    torch.cuda.synchronize = lambda device=None: None
+    # The tied embedding of the last pipeline stage and resumed optimizer states are moved with `.cuda()`.
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    # Schedules, optimizer and gradient clipping make their counters with `device="cuda"`.
+    for name in ("tensor", "zeros", "ones", "empty", "full"):
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # The optimizers sort parameters by the names "torch.cuda.FloatTensor" and "torch.cuda.BFloat16Tensor".
+    torch.Tensor.type = _with_cuda_type_names(torch.Tensor.type)
+
+
+def _install_rng() -> None:
+    from megatron.core.tensor_parallel import random
+
+    # Megatron's own tracker without a device generator: the training one seeds a CUDA generator. Dropout is 0.
+    random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+    # Recompute saves and restores the device generator's state; the CPU generator's is saved beside it anyway.
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0, dtype=torch.uint8)
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+def _on_cpu(factory: Callable) -> Callable:
+    @functools.wraps(factory)
+    def call(*args, **kwargs):
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return call
+
+
+def _with_cuda_type_names(type_of: Callable) -> Callable:
+    @functools.wraps(type_of)
+    def call(self, *args, **kwargs):
+        result = type_of(self, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
+
+    return call

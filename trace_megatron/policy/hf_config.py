@@ -1,0 +1,167 @@
+"""An HF folder's config.json, reduced to what the policy is built from; whatever it does not cover is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from trace_megatron.config import PolicyConfig
+from trace_megatron.errors import UserError
+
+FAMILIES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """RoPE frequencies of Llama 3.1 and later: long waves are slowed by ``factor``, middle ones in between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class HFModelConfig:
+    """A dense decoder with RMSNorm, SwiGLU, grouped-query attention, RoPE and no biases."""
+
+    family: Literal["llama", "qwen3"]
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Scaling | None
+    tied: bool
+    """The output head is the embedding matrix."""
+    qk_norm: bool
+    """RMSNorm over each head's query and key."""
+    max_positions: int
+    dtype: torch.dtype
+    """Of the checkpoint's weights; the policy's own is ``PolicyConfig.dtype``."""
+
+
+def read_hf_config(folder: str | Path) -> HFModelConfig:
+    """Read ``folder``/config.json. Raises UserError for a missing folder or file and for what is not supported."""
+    folder = Path(folder)
+    if not str(folder) or not folder.is_dir():
+        raise UserError(f"expected a Hugging Face model folder at '{folder}', found none: set policy.model")
+    path = folder / "config.json"
+    if not path.is_file():
+        raise UserError(f"expected '{path}', found no such file: policy.model must be a Hugging Face model folder")
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise UserError(f"expected JSON in '{path}', found: {error}") from error
+    return parse_hf_config(values, str(path))
+
+
+def parse_hf_config(values: dict[str, Any], where: str) -> HFModelConfig:
+    """The model that the entries of a config.json describe; ``where`` names the file in errors."""
+    architecture = (values.get("architectures") or ["none"])[0]
+    if architecture not in FAMILIES:
+        raise UserError(
+            f"expected one of {', '.join(FAMILIES)} in '{where}', found {architecture}: choose such a model"
+        )
+    _refuse_unsupported(values, where)
+    for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
+        if not isinstance(values.get(key), int) or values[key] < 1:
+            raise UserError(f"expected a positive number as '{key}' in '{where}', found {values.get(key)!r}")
+    heads = values["num_attention_heads"]
+    theta, scaling = _read_rope(values, where)
+    return HFModelConfig(
+        family=FAMILIES[architecture],
+        num_layers=values["num_hidden_layers"],
+        hidden_size=values["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        ffn_size=values["intermediate_size"],
+        vocab_size=values["vocab_size"],
+        norm_eps=values.get("rms_norm_eps", 1e-6),  # both families' default
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tied=values.get("tie_word_embeddings", False),
+        qk_norm=FAMILIES[architecture] == "qwen3",
+        max_positions=values.get("max_position_embeddings", 2048),
+        dtype=_read_dtype(values, where),
+    )
+
+
+def check_parallel(model: HFModelConfig, policy: PolicyConfig) -> None:
+    """Raise UserError if the model's shapes do not allow the policy's parallel layout."""
+    tensor, pipeline = policy.tensor_parallel, policy.pipeline_parallel
+    for name in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
+        if getattr(policy, name) < 1:
+            raise UserError(f"expected policy.{name} of at least 1, found {getattr(policy, name)}")
+    if model.num_heads % tensor:
+        raise UserError(
+            f"expected policy.tensor_parallel to divide the model's {model.num_heads} attention heads, found {tensor}"
+        )
+    if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
+        raise UserError(
+            f"expected policy.tensor_parallel to divide the model's {model.num_kv_heads} key-value heads or to be "
+            f"a multiple of them, found {tensor}"
+        )
+    if model.ffn_size % tensor:
+        raise UserError(
+            f"expected policy.tensor_parallel to divide the model's feed-forward size {model.ffn_size}, found {tensor}"
+        )
+    if model.num_layers % pipeline:
+        raise UserError(
+            f"expected policy.pipeline_parallel to divide the model's {model.num_layers} layers, found {pipeline}"
+        )
+    if policy.sequence_parallel and tensor == 1:
+        raise UserError("expected policy.tensor_parallel above 1 with policy.sequence_parallel, found 1: turn it off")
+
+
+def _refuse_unsupported(values: dict[str, Any], where: str) -> None:
+    refused = {
+        "attention_bias": "attention biases",
+        "mlp_bias": "feed-forward biases",
+        "use_sliding_window": "sliding-window attention",
+        "quantization_config": "quantized weights",
+    }
+    for key, meaning in refused.items():
+        if values.get(key):
+            raise UserError(f"expected a model without {meaning}, found '{key}' in '{where}': choose another model")
+    windowed = {kind for kind in values.get("layer_types") or () if kind != "full_attention"}
+    if windowed:
+        raise UserError(f"expected full attention in every layer, found {sorted(windowed)} in '{where}'")
+    if values.get("hidden_act", "silu") != "silu":
+        raise UserError(f"expected the activation silu, found '{values['hidden_act']}' in '{where}'")
+
+
+def _read_rope(values: dict[str, Any], where: str) -> tuple[float, Llama3Scaling | None]:
+    """Theta and scaling from ``rope_parameters`` (transformers 5) or ``rope_theta`` + ``rope_scaling`` (before)."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", values.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise UserError(f"expected RoPE over whole heads, found a partial_rotary_factor in '{where}'")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UserError(f"expected RoPE of type default or llama3, found '{kind}' in '{where}': choose another model")
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [key for key in keys if key not in rope]
+    if missing:
+        raise UserError(f"expected '{missing[0]}' among the llama3 RoPE parameters in '{where}', found none")
+    factor, low, high, original = (rope[key] for key in keys)
+    return theta, Llama3Scaling(float(factor), float(low), float(high), int(original))
+
+
+def _read_dtype(values: dict[str, Any], where: str) -> torch.dtype:
+    name = values.get("dtype") or values.get("torch_dtype") or "float32"
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise UserError(f"expected dtype float32, bfloat16 or float16 in '{where}', found {name!r}")
+    return dtypes[name]

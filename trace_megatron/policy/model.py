@@ -1,0 +1,172 @@
+"""A Megatron-Core GPTModel from an HF config: this rank's part of it, with tree attention and path-depth RoPE.
+
+Megatron's parallel state must be initialised, and where no CUDA device exists ``cpu.install`` called.
+
+Legend: T packed tokens, V vocabulary rows of this tensor-parallel rank, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+from trace_megatron.config import PolicyConfig
+from trace_megatron.policy.hf_config import HFModelConfig, Llama3Scaling, check_parallel
+from trace_megatron.policy.tree_attention import TreeCoreAttention, TreeSequence
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+PADDED_LOGIT = -1e9
+"""Logit of a vocabulary row that exists only so that the rows divide by the ranks: probability 0, and finite, since
+an entropy's 0 * -inf would be NaN."""
+
+
+def build_model(hf: HFModelConfig, policy: PolicyConfig) -> list[GPTModel]:
+    """This rank's model chunks, in pipeline order (one; Megatron's schedules take a list).
+
+    Weights are random until ``hf_weights.load_hf_weights``. Raises UserError where the shapes forbid the layout.
+    """
+    check_parallel(hf, policy)
+    config = build_transformer_config(hf, policy)
+    model = GPTModel(
+        config,
+        build_layer_spec(config),
+        vocab_size=padded_vocab_size(hf.vocab_size, policy.tensor_parallel),
+        max_sequence_length=hf.max_positions,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=hf.tied,
+        position_embedding_type="rope",
+        rotary_base=hf.rope_theta,
+    )
+    model.rotary_pos_emb = TreeRotaryEmbedding(hf)
+    if model.post_process and hf.vocab_size % policy.tensor_parallel:
+        first_row = parallel_state.get_tensor_model_parallel_rank() * model.output_layer.output_size_per_partition
+        model.output_layer.register_forward_hook(functools.partial(_mask_padded_rows, hf.vocab_size - first_row))
+    return [model if torch.cuda.is_available() is False else model.cuda()]
+
+
+def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> TransformerConfig:
+    """Megatron's configuration of the model at the policy's dtype, parallel layout and recompute."""
+    dtype = DTYPES[policy.dtype]
+    on_gpu = torch.cuda.is_available()
+    return TransformerConfig(
+        num_layers=hf.num_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_heads,
+        num_query_groups=hf.num_kv_heads,
+        kv_channels=hf.head_dim,
+        ffn_hidden_size=hf.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.norm_eps,
+        qk_layernorm=hf.qk_norm,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=policy.tensor_parallel,
+        pipeline_model_parallel_size=policy.pipeline_parallel,
+        sequence_parallel=policy.sequence_parallel,
+        use_cpu_initialization=not on_gpu,
+        calculate_per_token_loss=True,  # the loss comes with global weights already: no division per micro-batch
+        # packs differ in length, and Megatron asks for this dispatcher then, of dense models too
+        variable_seq_lengths=policy.pipeline_parallel > 1,
+        moe_token_dispatcher_type="alltoall",
+        **_recompute(policy.recompute),
+    )
+
+
+def build_layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """Layers whose core attention reads the tree: Transformer Engine's on a GPU that has it, else Megatron's own."""
+    if torch.cuda.is_available() and _has_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        spec, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+    else:
+        spec, norm = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"), RMSNorm
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
+        if config.qk_layernorm:
+            attention = spec.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = norm
+    spec.submodules.self_attention.submodules.core_attention = TreeCoreAttention
+    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=norm)
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """The smallest multiple of ``tensor_parallel`` that holds the vocabulary."""
+    return -(-vocab_size // tensor_parallel) * tensor_parallel
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """RMSNorm in Megatron's terms; unlike its own for the local spec, it works under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # each rank sees its part of the sequence: Megatron sums the gradients of flagged weights over the ranks
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class TreeRotaryEmbedding(torch.nn.Module):
+    """RoPE angles by path depth. Megatron's own is cached on the length and never sees positions."""
+
+    def __init__(self, hf: HFModelConfig):
+        super().__init__()
+        # an attribute, not a buffer: a cast of the model to bfloat16 must leave it alone
+        self.inv_freq = inverse_frequencies(hf.head_dim, hf.rope_theta, hf.rope_scaling)
+
+    def get_rotary_seq_len(self, inference_context, transformer, transformer_input, config, packed_seq_params):
+        """Megatron hands the result to ``forward``: the tree itself instead of a length."""
+        return packed_seq_params
+
+    def forward(self, tree: TreeSequence, packed_seq: bool = False, cp_group=None) -> torch.Tensor:
+        """[T, 1, 1, D] float32 angles."""
+        self.inv_freq = self.inv_freq.to(tree.position_ids.device)
+        angles = torch.outer(tree.position_ids.float(), self.inv_freq)
+        return torch.cat((angles, angles), dim=-1)[:, None, None]
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None) -> torch.Tensor:
+    """[D / 2] float32 radians per position, with the smooth slow-down of Llama 3.1 (arXiv 2407.21783) where asked."""
+    freqs = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
+    if scaling is None:
+        return freqs
+    turns = scaling.original_max_positions * freqs / (2 * math.pi)  # within the original context
+    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    smooth = smooth.clamp(0, 1)
+    return smooth * freqs + (1 - smooth) * freqs / scaling.factor
+
+
+def _recompute(granularity: str) -> dict:
+    return {
+        "none": {},
+        "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    }[granularity]
+
+
+def _mask_padded_rows(num_real_rows: int, layer, inputs, outputs):
+    logits, bias = outputs
+    if num_real_rows >= logits.shape[-1]:
+        return outputs
+    padded = torch.arange(logits.shape[-1], device=logits.device) >= num_real_rows
+    return logits.masked_fill(padded, PADDED_LOGIT), bias
+
+
+def _has_transformer_engine() -> bool:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    return gpt_layer_specs.HAVE_TE
