@@ -1,0 +1,31 @@
+# `make quickstart` and `make test` work from a fresh clone: each makes .venv and installs what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SMOLLM2 := models/smollm2-135m-instruct
+
+.PHONY: install quickstart test lint bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml setup.py requirements-cpu.txt tools/install.sh
+	PYTHON=$(PYTHON) bash tools/install.sh $(VENV)
+	touch $@
+
+$(SMOLLM2): $(STAMP)
+	$(BIN)/python tools/fetch_smollm2.py $@
+
+quickstart: $(STAMP) $(SMOLLM2)
+	$(BIN)/trace-megatron train -c configs/quickstart.yaml
+
+test: $(STAMP) $(SMOLLM2)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .ruff_cache .hypothesis

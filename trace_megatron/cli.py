@@ -1,0 +1,58 @@
+"""The command line. A mistake in the input ends in one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trace_megatron.config import Config, load_config
+from trace_megatron.errors import UserError
+from trace_megatron.log import say
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+ConfigPath = Annotated[Path, typer.Option("-c", "--config", help="YAML file of the run.", show_default=False)]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value ...", show_default=False)]
+
+
+@app.callback()
+def trace_megatron() -> None:
+    """TRACE on Megatron-Core and vLLM: rollouts where outcomes are undecided."""
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+) -> None:
+    """Train a policy."""
+    from trace_megatron.train import launch_training  # torch and vLLM load only where a command needs them
+
+    sys.exit(launch_training(load_config(config, overrides or []), resume))
+
+
+@app.command("eval")
+def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Accuracy of policy.model on held-out prompts, with its standard error."""
+    from trace_megatron.eval import evaluate_policy
+
+    evaluate_policy(load_config(config, overrides or []))
+
+
+def main() -> None:
+    """Entry point of ``trace-megatron``."""
+    try:
+        app()
+    except UserError as error:
+        say(f"error: {error}")
+        sys.exit(2)
+
+
+__all__ = ["Config", "main"]
+
+if __name__ == "__main__":
+    main()

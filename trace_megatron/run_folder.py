@@ -1,0 +1,69 @@
+"""The folder of a run: ``config.yaml  metrics.jsonl  trees/  checkpoints/step_000010/  hf/``. Nothing is overwritten."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trace_megatron.config import Config, dump_config
+from trace_megatron.errors import UserError
+
+
+class RunFolder:
+    """Paths of one run, and its checkpoints."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.config = root / "config.yaml"
+        self.trees = root / "trees"
+        self.hf = root / "hf"
+        self._checkpoints = root / "checkpoints"
+
+    @classmethod
+    def of(cls, config: Config) -> RunFolder:
+        return cls(Path(config.run.output_dir) / config.run.name)
+
+    def prepare(self, config: Config, resume: bool) -> None:
+        """Make the folder and write the resolved configuration into it.
+
+        Raises UserError where a run of that name exists and ``resume`` was not asked for, or the other way round.
+        """
+        if resume and self.latest_checkpoint() is None:
+            raise UserError(f"expected a checkpoint below '{self._checkpoints}', found none: start without --resume")
+        if not resume and self.root.exists():
+            raise UserError(
+                f"expected no run at '{self.root}', found one: go on with --resume, choose another name with"
+                f" run.name=NAME, or delete that folder"
+            )
+        self.root.mkdir(parents=True, exist_ok=True)
+        self.config.write_text(dump_config(config))
+
+    def latest_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint; ``state.json`` is in a folder only once all else is."""
+        complete = sorted(path.parent for path in self._checkpoints.glob("step_*/state.json"))
+        return complete[-1] if complete else None
+
+    def save_checkpoint(self, step: int, state: dict[str, Any], parts: dict[str, Callable[[Path], None]]) -> Path:
+        """Write every part with its own function, then ``state.json``, then give the folder its name."""
+        target = self._checkpoints / f"step_{step:06d}"
+        partial = self._checkpoints / f".step_{step:06d}.partial"
+        if partial.exists():  # left by an interrupted save
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+        for name, save in parts.items():
+            save(partial / name)
+        (partial / "state.json").write_text(json.dumps(state))
+        partial.rename(target)
+        return target
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """``state.json`` of a checkpoint. Raises UserError where it is not readable."""
+    path = checkpoint / "state.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"expected a readable checkpoint state at '{path}', found: {error}") from error

@@ -1,0 +1,60 @@
+"""Rollout trees on disk: ``trees/step_000001.jsonl.zst``, one tree a line, ids and logprobs as sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from trace_megatron.types import Anchor, Prompt, Rollout, RolloutStatus, RolloutTree, Task, Turn
+
+
+def write_trees(path: Path, trees: Sequence[RolloutTree]) -> None:
+    """Write one step's trees; the file appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    lines = "".join(json.dumps(dataclasses.asdict(tree)) + "\n" for tree in trees)
+    partial.write_bytes(zstandard.ZstdCompressor(level=3).compress(lines.encode()))
+    partial.rename(path)
+
+
+def read_trees(path: Path) -> list[RolloutTree]:
+    """The trees of one step, as they were."""
+    text = zstandard.ZstdDecompressor().decompress(path.read_bytes()).decode()
+    return [_tree(json.loads(line)) for line in text.split("\n") if line]
+
+
+def _tree(values: dict[str, Any]) -> RolloutTree:
+    prompt = values["prompt"]
+    task = prompt["task"]
+    return RolloutTree(
+        prompt=Prompt(
+            prompt_id=prompt["prompt_id"],
+            task=Task(task["task_id"], tuple(task["messages"]), task["payload"]),
+            token_ids=tuple(prompt["token_ids"]),
+        ),
+        rollouts=tuple(_rollout(rollout) for rollout in values["rollouts"]),
+    )
+
+
+def _rollout(values: dict[str, Any]) -> Rollout:
+    return Rollout(
+        anchor=Anchor(**values["anchor"]),
+        turns=tuple(
+            Turn(
+                action_ids=tuple(turn["action_ids"]),
+                action_logprobs=tuple(turn["action_logprobs"]),
+                observation_ids=tuple(turn["observation_ids"]),
+                weight_version=turn["weight_version"],
+            )
+            for turn in values["turns"]
+        ),
+        reward=values["reward"],
+        status=RolloutStatus(values["status"]),
+        trained=values["trained"],
+        info=values["info"],
+    )
