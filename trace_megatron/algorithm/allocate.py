@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from trace_megatron.algorithm.contrast import checked_probs
 
 _FIRST_WIDTH = 8  # units per row looked at first; rows that take them all are looked at further
-_AUTHORS_TOLERANCE = 1e-12  # the reference solver replaces an entry only if better by more than this
+_AUTHORS_TOLERANCE = 1e-12  # of the reference solver: an entry must be better by more to replace a smaller count
 
 Marginals = Callable[[np.ndarray, int, int], np.ndarray]
 """(rows [R], first, last) -> values [R, last - first + 1] of units first..last of these rows, non-increasing."""
@@ -76,25 +76,23 @@ def allocate_prefixes(repeat_probs: ArrayLike, budget: int, *, costs: ArrayLike 
 def allocate_table(values: ArrayLike, budget: int, *, exact: bool = True) -> np.ndarray:
     """The best whole allocation, int64 [P], for any table of values [P, cap + 1]; -inf forbids an entry.
 
-    A dynamic program, O(P * budget * cap). Ties as in the reference solver of arXiv 2606.11119: an entry is replaced
-    only if better by more than 1e-12, counts in rising order, so that the later prompt takes the smaller count.
+    A dynamic program, O(P * budget * cap). Ties as in the reference solver of arXiv 2606.11119: of entries within
+    1e-12 of the best the smallest count is taken, the last prompt first.
     ``exact=False``: at most ``budget``. Raises ValueError where the budget is infeasible.
     """
     table = np.asarray(values, dtype=np.float64)
     _check_count("budget", budget)
     if table.ndim != 2 or table.shape[1] == 0 or np.isnan(table).any() or np.isposinf(table).any():
         raise ValueError("expected a table of values [P, cap + 1] below infinity")
-    best = np.full(budget + 1, -np.inf)
-    best[0] = 0.0
+    cap = table.shape[1] - 1
+    spend = np.arange(budget + 1)
+    best = np.where(spend == 0, 0.0, -np.inf)
     choices = np.zeros((len(table), budget + 1), dtype=np.int64)
     for row, choice in zip(table, choices, strict=True):
-        previous, best = best, np.full(budget + 1, -np.inf)
-        for count in range(min(len(row) - 1, budget) + 1):
-            candidate = previous[: budget + 1 - count] + row[count]
-            with np.errstate(invalid="ignore"):
-                better = candidate > best[count:] + _AUTHORS_TOLERANCE
-            best[count:][better] = candidate[better]
-            choice[count:][better] = count
+        padded = np.concatenate([np.full(cap, -np.inf), best])
+        totals = np.lib.stride_tricks.sliding_window_view(padded, cap + 1)[:, ::-1] + row  # [spend, count]
+        choice[:] = np.argmax(totals >= totals.max(axis=1, keepdims=True) - _AUTHORS_TOLERANCE, axis=1)
+        best = totals[spend, choice]
     spent = budget if exact else int(np.argmax(best))
     if best[spent] == -np.inf:
         raise ValueError(f"expected a budget that the table can spend exactly, found {budget}")
@@ -215,12 +213,8 @@ def _take_best(
 
 def _largest(values: np.ndarray, count: int) -> np.ndarray:
     """Mask of the ``count`` largest values, the first ones among equals."""
-    if values.size <= count:
-        return np.ones(values.size, dtype=bool)
-    threshold = np.partition(values, values.size - count)[values.size - count]
-    taken = values > threshold
-    ties = np.flatnonzero(values == threshold)
-    taken[ties[: count - np.count_nonzero(taken)]] = True
+    taken = np.zeros(values.size, dtype=bool)
+    taken[np.argsort(-values, kind="stable")[:count]] = True
     return taken
 
 

@@ -29,7 +29,7 @@ def tree_policy_loss(
     """Clipped loss per edge; its sum is the loss. All tensors [E]; ``dual_clip`` is the bound c, 0 for none.
 
     loss = -P min(rho, 1 + clip_high) + N min(max(rho, 1 - clip_low), c). PPO: arXiv 1707.06347, eq. 7; asymmetric
-    bounds: arXiv 2503.14476, eq. 10; dual clip: arXiv 1912.09729, eq. 5. Raises ValueError for 0 < dual_clip <= 1.
+    bounds: arXiv 2503.14476; dual clip: arXiv 1912.09729, eq. 5. Raises ValueError for 0 < dual_clip <= 1.
     """
     upper = _dual_bound(dual_clip)
     ratio = policy_ratio(logprobs, old_logprobs)

@@ -87,7 +87,7 @@ def with_old_logprobs(batch: TreeBatch, old_logprobs: torch.Tensor, importance_c
     """The decoupled form: the trainer's ``old_logprobs`` [T] as denominator of the ratio.
 
     Both masses are multiplied by min(pi_old / pi_rollout, importance_cap), which carries no gradient
-    (arXiv 2505.24298, eq. 2, truncated). Only trained tokens (weight > 0) are read.
+    (arXiv 2505.24298, truncated). Only trained tokens (weight > 0) are read.
     """
     trained = batch.weight > 0
     old = torch.where(trained, old_logprobs.detach().to(batch.old_logprobs.dtype), 0.0)
