@@ -51,7 +51,11 @@ def convert(gguf: Path, target: Path) -> None:
     try:
         source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
         # newer transformers keep the blocks quantized unless told otherwise, and cannot save them
-        unpack = {"quantization_config": transformers.GgufConfig(dequantize=True)} if hasattr(transformers, "GgufConfig") else {}
+        unpack = (
+            {"quantization_config": transformers.GgufConfig(dequantize=True)}
+            if hasattr(transformers, "GgufConfig")
+            else {}
+        )
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, **unpack)
         tokenizer = AutoTokenizer.from_pretrained(**source)
         model.save_pretrained(partial)

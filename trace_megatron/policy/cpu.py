@@ -6,6 +6,7 @@ With a CUDA device ``install`` does nothing at all.
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 
 import torch
@@ -24,15 +25,19 @@ def install() -> None:
 
 
 def _install_device() -> None:
+    from megatron.core.optimizer import clip_grads, optimizer
+    from megatron.core.pipeline_parallel import schedules
+
     # Buffers of the tensor- and pipeline-parallel layers and of DDP are made on `torch.cuda.current_device()`.
     torch.cuda.current_device = lambda: torch.device("cpu")
     # Pipeline communication waits for the device after batched sends; gloo's `wait` has waited already.
     torch.cuda.synchronize = lambda device=None: None
     # The tied embedding of the last pipeline stage and resumed optimizer states are moved with `.cuda()`.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    # Schedules, optimizer and gradient clipping make their counters with `device="cuda"`.
-    for name in ("tensor", "zeros", "ones", "empty", "full"):
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # Schedules, optimizer and gradient clipping make their counters with `device="cuda"`. Only what these three modules
+    # call `torch` changes: wrapped factories in torch itself would escape its device contexts, which transformers uses.
+    for module in (clip_grads, optimizer, schedules):
+        module.torch = _TorchOnCPU("torch")
     # The optimizers sort parameters by the names "torch.cuda.FloatTensor" and "torch.cuda.BFloat16Tensor".
     torch.Tensor.type = _with_cuda_type_names(torch.Tensor.type)
 
@@ -47,15 +52,19 @@ def _install_rng() -> None:
     random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
-def _on_cpu(factory: Callable) -> Callable:
-    @functools.wraps(factory)
-    def call(*args, **kwargs):
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        return factory(*args, **kwargs)
+class _TorchOnCPU(types.ModuleType):
+    """torch, but what is to be made on a CUDA device is made on the CPU."""
 
-    return call
+    def __getattr__(self, name: str):
+        return getattr(torch, name)
+
+    @staticmethod
+    def tensor(*args, device=None, **kwargs) -> torch.Tensor:
+        return torch.tensor(*args, device="cpu", **kwargs)
+
+    @staticmethod
+    def zeros(*args, device=None, **kwargs) -> torch.Tensor:
+        return torch.zeros(*args, device="cpu", **kwargs)
 
 
 def _with_cuda_type_names(type_of: Callable) -> Callable:

@@ -1,0 +1,151 @@
+"""HF tensors <-> Megatron parameters: one table, read in both directions.
+
+Legend: H hidden, G key-value heads, R query heads per key-value head, D head dim, F feed-forward size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+
+from trace_megatron.policy.hf_config import HFModelConfig
+
+
+class Layout(StrEnum):
+    """How a Megatron parameter is made of its HF tensors, and how the ranks of a tensor-parallel group share it."""
+
+    WHOLE = "whole"
+    """One tensor, a copy on every rank."""
+    COLUMNS = "columns"
+    """One tensor, split along axis 1."""
+    VOCAB = "vocab"
+    """One tensor [V, H], padded with zero rows to a multiple of the ranks and split along axis 0."""
+    QKV = "qkv"
+    """q [G*R*D, H], k and v [G*D, H] as [G*(R + 2)*D, H], group by group, split along axis 0. Where the ranks
+    outnumber the groups the split cuts through groups; Megatron gathers their activations."""
+    GATE_UP = "gate_up"
+    """gate and up [F, H]; every rank holds its rows of gate, then its rows of up."""
+
+    @property
+    def split_axis(self) -> int | None:
+        """None: every rank holds the whole."""
+        return {Layout.WHOLE: None, Layout.COLUMNS: 1}.get(self, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """One Megatron parameter and the HF tensors that it is made of."""
+
+    megatron: tuple[str, ...]
+    """Its name in Megatron's own layers and, where another, in Transformer Engine's, which fuse norm and linear."""
+    hf: dict[str, tuple[int, ...]]
+    """HF names with their shapes, in the order that ``layout`` fuses them."""
+    layout: Layout
+    layer: int | None = None
+    """Index in the whole model; None outside the layers."""
+    is_copy: bool = False
+    """The last pipeline stage's copy of a tied embedding: loaded, never exported."""
+
+
+def model_weights(hf: HFModelConfig) -> list[Weight]:
+    """All parameters of the model, in the order of the HF model's state dict."""
+    table = (hf.vocab_size, hf.hidden_size)
+    embedding = Weight(("embedding.word_embeddings.weight",), {"model.embed_tokens.weight": table}, Layout.VOCAB)
+    norm = Weight(("decoder.final_layernorm.weight",), {"model.norm.weight": (hf.hidden_size,)}, Layout.WHOLE)
+    head = Weight(("output_layer.weight",), {"lm_head.weight": table}, Layout.VOCAB)
+    if hf.tied:
+        head = replace(head, hf=embedding.hf, is_copy=True)
+    layers = [_number(weight, layer) for layer in range(hf.num_layers) for weight in _layer_weights(hf)]
+    return [embedding, *layers, norm, head]
+
+
+def _layer_weights(hf: HFModelConfig) -> list[Weight]:
+    hidden, ffn, head_dim = hf.hidden_size, hf.ffn_size, hf.head_dim
+    queries, keys = hf.num_heads * head_dim, hf.num_kv_heads * head_dim
+    qkv = {
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+    }
+    gate_up = {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
+    qk_norm = [
+        Weight(("self_attention.q_layernorm.weight",), {"self_attn.q_norm.weight": (head_dim,)}, Layout.WHOLE),
+        Weight(("self_attention.k_layernorm.weight",), {"self_attn.k_norm.weight": (head_dim,)}, Layout.WHOLE),
+    ]
+    return [
+        Weight(("self_attention.linear_qkv.weight",), qkv, Layout.QKV),
+        Weight(("self_attention.linear_proj.weight",), {"self_attn.o_proj.weight": (hidden, queries)}, Layout.COLUMNS),
+        *(qk_norm if hf.qk_norm else []),
+        Weight(("mlp.linear_fc1.weight",), gate_up, Layout.GATE_UP),
+        Weight(("mlp.linear_fc2.weight",), {"mlp.down_proj.weight": (hidden, ffn)}, Layout.COLUMNS),
+        Weight(
+            ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+            {"input_layernorm.weight": (hidden,)},
+            Layout.WHOLE,
+        ),
+        Weight(
+            ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+            {"post_attention_layernorm.weight": (hidden,)},
+            Layout.WHOLE,
+        ),
+    ]
+
+
+def _number(weight: Weight, layer: int) -> Weight:
+    return replace(
+        weight,
+        megatron=tuple(f"decoder.layers.{layer}.{name}" for name in weight.megatron),
+        hf={f"model.layers.{layer}.{name}": shape for name, shape in weight.hf.items()},
+        layer=layer,
+    )
+
+
+def to_shard(weight: Weight, tensors: list[torch.Tensor], hf: HFModelConfig, rank: int, size: int) -> torch.Tensor:
+    """What rank ``rank`` of ``size`` tensor-parallel ranks holds, from the HF tensors ``weight.hf``."""
+    match weight.layout:
+        case Layout.WHOLE:
+            return tensors[0]
+        case Layout.COLUMNS:
+            return tensors[0].chunk(size, dim=1)[rank]
+        case Layout.VOCAB:
+            padding = -tensors[0].shape[0] % size
+            return torch.nn.functional.pad(tensors[0], (0, 0, 0, padding)).chunk(size)[rank]
+        case Layout.QKV:
+            grouped = [tensor.view(hf.num_kv_heads, -1, hf.hidden_size) for tensor in tensors]
+            return torch.cat(grouped, dim=1).flatten(0, 1).chunk(size)[rank]
+        case Layout.GATE_UP:
+            return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
+
+
+def from_shards(weight: Weight, shards: list[torch.Tensor], hf: HFModelConfig) -> list[torch.Tensor]:
+    """The HF tensors ``weight.hf``, from what the tensor-parallel ranks hold, in the ranks' order."""
+    match weight.layout:
+        case Layout.WHOLE:
+            return [shards[0]]
+        case Layout.COLUMNS:
+            return [torch.cat(shards, dim=1)]
+        case Layout.VOCAB:
+            return [torch.cat(shards)[: hf.vocab_size]]
+        case Layout.QKV:
+            grouped = torch.cat(shards).view(hf.num_kv_heads, -1, hf.hidden_size)
+            rows = [hf.num_heads // hf.num_kv_heads * hf.head_dim, hf.head_dim, hf.head_dim]
+            return [part.flatten(0, 1) for part in grouped.split(rows, dim=1)]
+        case Layout.GATE_UP:
+            return [torch.cat(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+
+
+def named_parameters(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """This rank's parameters by Megatron name, layers numbered through the model; looks into DDP wrappers."""
+    named = {}
+    for chunk in model_chunks:
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        for name, parameter in chunk.named_parameters():
+            if name.startswith("decoder.layers."):
+                local, rest = name.removeprefix("decoder.layers.").split(".", 1)
+                name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
+            named[name] = parameter
+    return named
