@@ -159,6 +159,8 @@ class PredictorConfig:
     """HF folder of the backbone."""
     num_layers: int = 0
     """Use the first n layers; 0: all."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the backbone's matrix products; weights, head and scores are float32."""
     learning_rate: float = 3e-5
     epochs: int = 2
     batch_size: int = 64
@@ -200,7 +202,9 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"expected a configuration file, found nothing at '{path}': give the path of a YAML file with -c")
+        raise UserError(
+            f"expected a configuration file, found nothing at '{path}': give the path of a YAML file with -c"
+        )
     try:
         values = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
@@ -247,7 +251,9 @@ def _build(cls: type, values: Any, where: str) -> Any:
     for key, value in values.items():
         hint = hints[key]
         name = f"{where}{key}"
-        arguments[key] = _build(hint, value or {}, f"{name}.") if dataclasses.is_dataclass(hint) else _convert(hint, value, name)
+        arguments[key] = (
+            _build(hint, value or {}, f"{name}.") if dataclasses.is_dataclass(hint) else _convert(hint, value, name)
+        )
     return cls(**arguments)
 
 

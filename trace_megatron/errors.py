@@ -7,3 +7,7 @@ class UserError(Exception):
 
 class WeightSyncError(Exception):
     """The engine does not hold the trainer's weights, or an update ended half-way. The run stops."""
+
+
+class RolloutError(Exception):
+    """More of a step's rollouts failed than the configuration allows. The run stops."""

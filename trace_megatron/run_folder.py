@@ -1,4 +1,4 @@
-"""The folder of a run: ``config.yaml  metrics.jsonl  trees/  checkpoints/step_000010/  hf/``. Nothing is overwritten."""
+"""A run's folder: ``config.yaml  metrics.jsonl  trees/  checkpoints/step_000010/  hf/``. Nothing is overwritten."""
 
 from __future__ import annotations
 

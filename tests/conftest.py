@@ -1,0 +1,37 @@
+"""Shared fixtures: the folder of real data, and the real small policy."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def absent(reason: str) -> None:
+    """Skip on a user's machine; in continuous integration nothing may be missing."""
+    if os.environ.get("CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def trace_data() -> Path:
+    folder = os.environ.get("TRACE_DATA")
+    if not folder or not Path(folder).is_dir():
+        absent("set TRACE_DATA to the folder of test data")
+    return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as an HF folder, made once."""
+    folder = ROOT / "models" / "smollm2-135m-instruct"
+    tool = subprocess.run(
+        [sys.executable, ROOT / "tools" / "fetch_smollm2.py", folder], cwd=ROOT, capture_output=True, text=True
+    )
+    if tool.returncode:
+        absent(f"SmolLM2 is not here: {tool.stderr.strip()}")
+    return folder

@@ -1,0 +1,55 @@
+import pytest
+
+from trace_megatron.config import Config, RunConfig, load_config
+from trace_megatron.errors import UserError
+from trace_megatron.run_folder import RunFolder, read_state
+
+
+@pytest.fixture
+def config(tmp_path):
+    return Config(run=RunConfig(name="a", output_dir=str(tmp_path)))
+
+
+def save(folder, step, text="x"):
+    return folder.save_checkpoint(step, {"step": step}, {"policy": lambda path: path.write_text(text)})
+
+
+def test_a_run_is_never_overwritten(config):
+    folder = RunFolder.of(config)
+    folder.prepare(config, resume=False)
+    (folder.root / "metrics.jsonl").write_text("precious")
+    with pytest.raises(UserError, match="--resume"):
+        folder.prepare(config, resume=False)
+    assert (folder.root / "metrics.jsonl").read_text() == "precious"
+    assert load_config(folder.config) == config
+
+
+def test_resume_needs_a_checkpoint(config):
+    with pytest.raises(UserError, match="without --resume"):
+        RunFolder.of(config).prepare(config, resume=True)
+
+
+def test_the_newest_complete_checkpoint_is_found(config):
+    folder = RunFolder.of(config)
+    folder.prepare(config, resume=False)
+    save(folder, 2)
+    newest = save(folder, 10)
+
+    def fail(path):
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        folder.save_checkpoint(11, {}, {"policy": fail})
+    assert folder.latest_checkpoint() == newest
+    assert read_state(newest) == {"step": 10}
+    folder.prepare(config, resume=True)
+    assert save(folder, 11, "again").name == "step_000011"  # the half-written one does not stand in the way
+
+
+def test_an_unreadable_state_is_named(config):
+    folder = RunFolder.of(config)
+    folder.prepare(config, resume=False)
+    checkpoint = save(folder, 1)
+    (checkpoint / "state.json").write_text("{")
+    with pytest.raises(UserError, match=r"state\.json"):
+        read_state(checkpoint)

@@ -1,0 +1,52 @@
+"""Mistakes that can be found before anything is started: one sentence each, nothing written."""
+
+from __future__ import annotations
+
+from trace_megatron.algorithm.selectors import build_selector
+from trace_megatron.config import Config
+from trace_megatron.envs import build_environment
+from trace_megatron.errors import UserError
+from trace_megatron.policy.hf_config import check_parallel, read_hf_config
+
+
+def check_config(config: Config) -> None:
+    """Raise UserError for settings that cannot work together or whose files are not there."""
+    check_engine(config)
+    check_parallel(read_hf_config(config.policy.model), config.policy)
+    rollout, loss = config.rollout, config.loss
+    if rollout.top_p < 1 and loss.old_logprobs == "bypass":
+        raise UserError(
+            f"expected rollout.top_p=1 with loss.old_logprobs=bypass, found {rollout.top_p}: the engine's logprobs are"
+            f" those of the truncated distribution, so set loss.old_logprobs=decoupled"
+        )
+    if 0 < loss.dual_clip <= 1:
+        raise UserError(f"expected loss.dual_clip above 1, or 0 for none, found {loss.dual_clip}")
+    if loss.reference_model:
+        read_hf_config(loss.reference_model)
+    build_selector(config.method, config.budget)
+
+
+def check_engine(config: Config) -> None:
+    """The part of the checks that evaluation needs too."""
+    model = read_hf_config(config.policy.model)
+    rollout = config.rollout
+    if rollout.temperature <= 0:
+        raise UserError(
+            f"expected rollout.temperature above 0, found {rollout.temperature}: greedy rollouts have no group"
+        )
+    if not 0 < rollout.top_p <= 1:
+        raise UserError(f"expected rollout.top_p in (0, 1], found {rollout.top_p}")
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if longest > model.max_positions:
+        raise UserError(
+            f"expected rollout.max_prompt_tokens + rollout.max_response_tokens within the model's {model.max_positions}"
+            f" positions, found {longest}: lower one of them"
+        )
+    if model.num_heads % config.engine.tensor_parallel:
+        raise UserError(
+            f"expected engine.tensor_parallel to divide the model's {model.num_heads} attention heads,"
+            f" found {config.engine.tensor_parallel}"
+        )
+    environment = build_environment(config.env)
+    if not len(environment.tasks("train")):
+        raise UserError("expected tasks to train on, found an empty data set: check env.params")

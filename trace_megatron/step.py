@@ -1,0 +1,87 @@
+"""One training step, as the algorithm reads. GRPO, PCL, TreePO and TRACE differ only in the selector and the advantage
+that the configuration names; parallel layout and device are the policy's own affair.
+
+Source: TRACE, arXiv 2606.11119. Suffixes: P candidate prompts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+
+from trace_megatron.algorithm.advantage import tree_advantages
+from trace_megatron.algorithm.pack import pack_micro_batches
+from trace_megatron.algorithm.selectors import PromptHistory, Selector, root_view
+from trace_megatron.algorithm.summary import summarize_trees
+from trace_megatron.config import Config
+from trace_megatron.log import progress
+from trace_megatron.metrics import StepMetrics, Stopwatch
+from trace_megatron.policy.worker import Policy
+from trace_megatron.predictor import Predictor
+from trace_megatron.rollout.collector import Collector
+from trace_megatron.rollout.prompts import PromptSource
+from trace_megatron.sampling import Sampling
+from trace_megatron.types import RolloutTree
+from trace_megatron.weight_sync.push import WeightSync
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a step works with; each was built from its own section of the configuration."""
+
+    config: Config
+    prompts: PromptSource
+    predictor: Predictor
+    selector: Selector
+    history: PromptHistory
+    collector: Collector
+    policy: Policy
+    weight_sync: WeightSync
+    sampling: Sampling
+    loop: asyncio.Runner
+    """The event loop of the engine and the environments; it runs while something is awaited."""
+
+
+def run_step(parts: Parts, step: int) -> tuple[StepMetrics, list[RolloutTree]]:
+    """Spend one step's budget, learn from it, and leave engine and predictor up to date. Steps count from 1."""
+    config, selector, predictor, policy = parts.config, parts.selector, parts.predictor, parts.policy
+    rng = np.random.default_rng((config.run.seed, step))
+    clock = Stopwatch()
+
+    candidates = parts.prompts.next(selector.num_candidates)
+    with clock("root_scores"):
+        root_probs_P = predictor.score_roots(candidates)
+    root_counts_P = selector.select_roots(root_view(candidates, root_probs_P, parts.history), selector.root_budget, rng)
+
+    # Per prompt, without a barrier: bare rollouts -> prefix scores -> prefix plan -> continuations -> rewards.
+    with clock("rollouts"), progress("rollouts") as report:
+        trees = parts.loop.run(parts.collector.collect(candidates, root_counts_P, step, report.update))
+
+    trained_trees = selector.keep(trees)
+    batch = pack_micro_batches(
+        trained_trees,
+        [tree_advantages(tree, config.method) for tree in trained_trees],
+        tokens_per_micro_batch=config.policy.tokens_per_micro_batch,
+        num_ranks=policy.data_parallel_size,
+        aggregation=config.loss.aggregation,
+    )
+    with clock("policy_update"):
+        train_stats = policy.train_step(policy.prepare(batch))
+    with clock("predictor_update"):
+        predictor_stats = predictor.update(trees, config.predictor.target_mode)
+    parts.history.observe(trees)
+    with clock("weight_sync"):
+        sync_stats = parts.loop.run(parts.weight_sync.push(*policy.weights(), version=step))
+
+    return StepMetrics(
+        step=step,
+        groups={
+            "rollout": summarize_trees(trees, len(candidates)),
+            "train": train_stats,
+            "predictor": predictor_stats,
+            "sync": sync_stats,
+        },
+        seconds=clock.seconds,
+    ), trees

@@ -1,0 +1,170 @@
+"""`trace-megatron train`: check the input, start the ranks, and drive the steps on rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trace_megatron.algorithm.selectors import PromptHistory, build_selector
+from trace_megatron.checks import check_config
+from trace_megatron.config import Config, load_config
+from trace_megatron.errors import RolloutError, UserError, WeightSyncError
+from trace_megatron.launch.local import run_ranks
+from trace_megatron.log import progress, say
+from trace_megatron.metrics import MetricsWriter, StepMetrics, read_lines
+from trace_megatron.policy.worker import Policy
+from trace_megatron.predictor import build_predictor
+from trace_megatron.report.lines import describe_failures, describe_step, describe_totals
+from trace_megatron.rollout.collector import Collector
+from trace_megatron.rollout.engine import EngineError
+from trace_megatron.run_folder import RunFolder, read_state
+from trace_megatron.sampling import max_model_len, open_sampling
+from trace_megatron.step import Parts, run_step
+from trace_megatron.tree_files import write_trees
+from trace_megatron.validate import score_completions
+from trace_megatron.weight_sync.push import WeightSync
+
+
+def launch_training(config: Config, resume: bool) -> int:
+    """Train in this process, or in one process per rank; returns the exit code. Raises UserError on bad input."""
+    check_config(config)
+    folder = RunFolder.of(config)
+    if int(os.environ.get("RANK", 0)) == 0:
+        folder.prepare(config, resume)
+    command = [str(folder.root), *(["--resume"] if resume else [])]
+    num_ranks = config.policy.tensor_parallel * config.policy.pipeline_parallel * config.policy.data_parallel
+    if num_ranks == 1 or "RANK" in os.environ:  # torchrun started the ranks
+        return run_rank(command)
+    return run_ranks([sys.executable, "-m", "trace_megatron.train", *command], num_ranks)
+
+
+def run_rank(arguments: list[str]) -> int:
+    """One rank of a run whose folder is prepared; returns its exit code, having said in one line what went wrong."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that engines are closed
+    try:
+        train(RunFolder(Path(arguments[0])), resume="--resume" in arguments)
+    except UserError as error:
+        say(f"error: {error}")
+        return 2
+    except (WeightSyncError, EngineError, RolloutError) as error:
+        say(f"error: {error}")
+        return 1
+    return 0
+
+
+def train(folder: RunFolder, resume: bool) -> None:
+    """All ranks build the policy; rank 0 drives the steps, the others serve it until it stops."""
+    config = load_config(folder.config)
+    policy = Policy(
+        config.policy,
+        config.optimizer,
+        config.loss,
+        temperature=config.rollout.temperature,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+    )
+    with policy:
+        if policy.is_driver:
+            with _build_parts(config, policy) as parts:
+                drive(parts, folder, resume)
+        else:
+            policy.serve()
+
+
+def drive(parts: Parts, folder: RunFolder, resume: bool) -> None:
+    """The run: restore, synchronise, step by step with validations and checkpoints, export."""
+    config = parts.config
+    first_step = 1
+    if resume:
+        checkpoint = folder.latest_checkpoint()
+        first_step = _restore(parts, checkpoint) + 1
+        say(f"resumed after step {first_step - 1} from {checkpoint}")
+    # The engine read its weights from disk. Now it receives the trainer's, and the two are compared before a step is spent.
+    sync = parts.loop.run(parts.weight_sync.push(*parts.policy.weights(), version=first_step - 1))
+    say(f"engine and trainer agree: largest logprob difference {sync.verified_max_difference:.1e}")
+    writer = MetricsWriter(folder.root, first_step)
+    try:
+        for step in range(first_step, config.run.steps + 1):
+            metrics, trees = run_step(parts, step)
+            metrics = _validated(parts, metrics)
+            writer.write(metrics)
+            say(describe_step(metrics, config.run.steps) + describe_failures(metrics))
+            write_trees(folder.trees / f"step_{step:06d}.jsonl.zst", trees)
+            if _is_due(step, config.run.checkpoint_every) or step == config.run.steps:
+                _checkpoint(parts, folder, step)
+    finally:
+        writer.close()
+    if config.run.export_hf and not folder.hf.exists():
+        parts.policy.export_hf(folder.hf)
+        say(f"policy exported to {folder.hf}")
+    for line in describe_totals([json.loads(text) for text in read_lines(folder.root / "metrics.jsonl")]):
+        say(line)
+
+
+@contextmanager
+def _build_parts(config: Config, policy: Policy) -> Iterator[Parts]:
+    with asyncio.Runner() as loop, open_sampling(config, loop) as sampling:
+        predictor = build_predictor(config.predictor, config.run.seed)
+        selector = build_selector(config.method, config.budget)
+        yield Parts(
+            config=config,
+            prompts=sampling.prompts("train"),
+            predictor=predictor,
+            selector=selector,
+            history=PromptHistory(),
+            collector=Collector(
+                sampling.engine,
+                sampling.environment,
+                sampling.renderer,
+                selector,
+                predictor.score_prefixes_many,
+                config.rollout,
+                config.run.seed,
+                max_model_len(config),
+            ),
+            policy=policy,
+            weight_sync=WeightSync(sampling.engine, config.sync, lambda pairs: score_completions(policy, pairs)),
+            sampling=sampling,
+            loop=loop,
+        )
+
+
+def _checkpoint(parts: Parts, folder: RunFolder, step: int) -> None:
+    state = {"step": step, "prompts": parts.prompts.state(), "history": parts.history.state_dict()}
+    savers = {"policy": parts.policy.save_checkpoint, "predictor": parts.predictor.save}
+    say(f"checkpoint: {folder.save_checkpoint(step, state, savers)}")
+
+
+def _restore(parts: Parts, checkpoint: Path) -> int:
+    """Put every part where the checkpoint left it; returns the step after which it was written."""
+    state = read_state(checkpoint)
+    parts.policy.load_checkpoint(checkpoint / "policy")
+    parts.predictor.load(checkpoint / "predictor")
+    parts.prompts.load_state(state["prompts"])
+    parts.history.load_state_dict(state["history"])
+    return state["step"]
+
+
+def _validated(parts: Parts, metrics: StepMetrics) -> StepMetrics:
+    if not _is_due(metrics.step, parts.config.validation.every):
+        return metrics
+    start_s = time.perf_counter()
+    with progress("validation") as report:
+        accuracy = parts.loop.run(parts.sampling.validate(report.update))
+    seconds = {**metrics.seconds, "validation": time.perf_counter() - start_s}
+    return StepMetrics(metrics.step, {**metrics.groups, "validation": accuracy}, seconds)
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(sys.argv[1:]))
