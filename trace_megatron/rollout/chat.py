@@ -1,0 +1,134 @@
+"""Chat templates, rendered incrementally: a history only grows by ids and is never tokenised again.
+
+A template is asked what it writes after an assistant turn: a conversation whose assistant message is a marker is
+rendered, and the text behind the marker is the end of the turn, the observation and the opening of the next turn. It
+begins with the end-of-turn token, a special token, so tokenising it alone gives the ids it has inside the conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from trace_megatron.errors import UserError
+
+Message = Mapping[str, Any]
+
+_MARKER = "TraceActionMarker"
+_OPENING: tuple[Message, ...] = ({"role": "user", "content": "Question"},)
+
+
+class ChatRenderer:
+    """Renders prompts and observations with a tokenizer's chat template."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_token_ids: Sequence[int] = (),
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """``eos_token_ids``: more stop tokens, e.g. the generation config's; ``template_options``: the template's own.
+
+        Raises UserError if the template cannot be rendered incrementally.
+        """
+        self._tokenizer = tokenizer
+        self._template_options = dict(template_options or {})
+        if not tokenizer.chat_template:
+            raise UserError(
+                f"expected a chat template in the tokenizer '{tokenizer.name_or_path}', found none: "
+                "use an instruction-tuned model, or add chat_template.jinja to its folder"
+            )
+        end_of_turn = self._end_of_turn_id()
+        eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys((end_of_turn, *eos, *eos_token_ids)))
+        """The template's end-of-turn token first, then the tokenizer's and the generation config's eos tokens."""
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, template_options: Mapping[str, Any] | None = None) -> ChatRenderer:
+        """Tokenizer, chat template and generation config of an HF folder."""
+        if not Path(folder).is_dir():
+            raise UserError(
+                f"expected an HF model folder, found nothing at '{folder}': give the path of a downloaded model"
+            )
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        eos: int | list[int] | None = None
+        if (Path(folder) / "generation_config.json").is_file():
+            eos = GenerationConfig.from_pretrained(folder).eos_token_id
+        eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        return cls(tokenizer, eos_token_ids, template_options)
+
+    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Ids of the opening messages and of the assistant's generation prompt."""
+        return self._encode(self._render(messages, add_generation_prompt=True))
+
+    def observation_ids(
+        self, messages: Sequence[Message], action_ids: Sequence[int], opening: Sequence[Message] = _OPENING
+    ) -> tuple[int, ...]:
+        """Ids that follow ``action_ids`` in the history: rest of the turn's end, ``messages``, next generation prompt.
+
+        The sampled stop token stands for the template's end-of-turn token and is not repeated. ``opening``: the
+        conversation's first messages, for templates whose turns depend on them (a system message that switches
+        thinking off). Raises ValueError if no stop token ended the action: such a turn has no continuation.
+        """
+        if not action_ids or action_ids[-1] not in self.stop_token_ids:
+            raise ValueError("an action that no stop token ended has no observation")
+        return self._encode(self._text_after_action(messages, opening))[1:]
+
+    def action_text(self, action_ids: Sequence[int]) -> str:
+        """The action as text, without the stop token; other special tokens stay, tool calls may need them."""
+        stopped = bool(action_ids) and action_ids[-1] in self.stop_token_ids
+        ids = list(action_ids[:-1] if stopped else action_ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def _text_after_action(self, messages: Sequence[Message], opening: Sequence[Message]) -> str:
+        marker = _MARKER
+        while marker in str(opening):
+            marker += "X"
+        conversation = [*opening, {"role": "assistant", "content": marker}, *messages]
+        _, found, text = self._render(conversation, add_generation_prompt=True).partition(marker)
+        if not found:
+            raise UserError(
+                "the chat template does not write an assistant message's content as it is, so histories cannot grow"
+            )
+        return text
+
+    def _end_of_turn_id(self) -> int:
+        """The one token with which the template ends an assistant turn, whatever the turn and what follows it hold."""
+        answers = [self._text_after_action([{"role": "user", "content": text}], _OPENING) for text in ("a", "bb")]
+        first_ids = [self._encode(answer)[:1] for answer in answers]
+        end_of_turn = first_ids[0][0] if first_ids[0] else None
+        if end_of_turn is None or first_ids[0] != first_ids[1] or end_of_turn not in self._special_ids():
+            raise UserError(
+                "expected a chat template that ends an assistant turn with one special token of its tokenizer, "
+                f"found {answers[0][:40]!r}: use the chat template that belongs to the tokenizer"
+            )
+        return end_of_turn
+
+    def _special_ids(self) -> set[int]:
+        added = self._tokenizer.added_tokens_decoder
+        return {token_id for token_id, token in added.items() if token.special} | set(self._tokenizer.all_special_ids)
+
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+        try:
+            return self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._template_options,
+            )
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+        ) as error:  # whatever a template's code may raise
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            reason = " ".join(str(error).split())
+            raise UserError(f"the chat template refused a conversation of the roles {roles}: {reason}") from error
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,191 @@
+"""From a root plan to rollout trees, each prompt at its own pace: no prompt waits for another.
+
+Per prompt: bare rollouts -> prefix scores -> prefix plan -> continuations. Source: arXiv 2606.11119, stage 2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from trace_megatron.algorithm.selectors import Selector, fallback_rollouts, prefix_view
+from trace_megatron.algorithm.tree import prefix_anchors
+from trace_megatron.config import RolloutConfig
+from trace_megatron.errors import RolloutError
+from trace_megatron.rollout.chat import ChatRenderer
+from trace_megatron.rollout.engine import RolloutEngine
+from trace_megatron.rollout.env import Environment
+from trace_megatron.rollout.episode import Episode, EpisodeRunner, Visit
+from trace_megatron.rollout.seeds import request_seed
+from trace_megatron.types import ROOT, Anchor, Prompt, Rollout, RolloutTree
+
+ScorePrefixes = Callable[[Sequence[RolloutTree]], Sequence[np.ndarray]]
+"""Trees -> per tree, V of ``prefix_anchors(tree)``, [A]. Called in a thread, with all trees that wait for scores."""
+Progress = Callable[[int, int], None]
+"""Called with (rollouts done, rollouts planned)."""
+
+_SCORE_WINDOW_S = 0.003  # requests that arrive this soon after the first share its forward pass
+
+T = TypeVar("T")
+
+
+class Collector:
+    """Spends a step's root plan on the engine and returns the trees."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        environment: Environment,
+        renderer: ChatRenderer,
+        selector: Selector,
+        score_prefixes: ScorePrefixes,
+        config: RolloutConfig,
+        run_seed: int,
+        max_model_len: int = 0,
+    ) -> None:
+        self._runner = EpisodeRunner(engine, environment, renderer, config, run_seed, max_model_len)
+        self._selector = selector
+        self._scorer = _BatchedScorer(score_prefixes)
+        self._config = config
+        self._run_seed = run_seed
+
+    async def collect(
+        self, prompts: Sequence[Prompt], root_counts: Sequence[int], step: int, progress: Progress | None = None
+    ) -> list[RolloutTree]:
+        """Trees of the prompts with a positive count, in the prompts' order. ``root_counts``: [P].
+
+        Failed rollouts are part of their tree; they are spent units. Raises RolloutError when more than
+        ``max_failed_share`` of the step's rollouts fail.
+        """
+        roots = [(prompt, int(count)) for prompt, count in zip(prompts, root_counts, strict=True) if count > 0]
+        num_planned = sum(count + self._selector.prefix_budget(count) for _, count in roots)
+        batch = _Batch(self._runner, step, num_planned, self._config.max_failed_share, progress)
+        trees = await _run_all(self._grow_tree(prompt, count, batch) for prompt, count in roots)
+        batch.check()
+        return trees
+
+    async def _grow_tree(self, prompt: Prompt, count: int, batch: _Batch) -> RolloutTree:
+        bare = await _run_all(batch.play(prompt, k) for k in range(count))
+        tree = RolloutTree(prompt, tuple(episode.rollout for episode in bare))
+        budget = self._selector.prefix_budget(count)
+        if not budget:
+            return tree
+        if prefix_anchors(tree):
+            more = await self._play_continuations(tree, bare, budget, batch)
+        else:
+            extra = fallback_rollouts(budget)
+            batch.num_planned += extra - budget
+            more = await _run_all(batch.play(prompt, k) for k in range(count, count + extra))
+        return RolloutTree(prompt, (*tree.rollouts, *(episode.rollout for episode in more)))
+
+    async def _play_continuations(
+        self, tree: RolloutTree, bare: Sequence[Episode], budget: int, batch: _Batch
+    ) -> list[Episode]:
+        """Continuations anchor by anchor, each from its bare rollout's visit."""
+        scores = await self._scorer.score(tree) if self._selector.needs_prefix_scores else None
+        view = prefix_view(tree, scores)
+        # The prompt's own generator: the plan must not depend on which prompt came back first.
+        rng = np.random.default_rng(request_seed(self._run_seed, batch.step, tree.prompt.prompt_id, ROOT, 0, 0))
+        counts = self._selector.select_prefixes(view, budget, rng)
+        batch.num_planned += int(sum(counts)) - budget
+        return await _run_all(
+            batch.play(tree.prompt, k, anchor, bare[anchor.rollout].visits[anchor.turn - 1])
+            for anchor, count in zip(view.anchors, counts, strict=True)
+            for k in range(count)
+        )
+
+
+async def evaluate(
+    engine: RolloutEngine,
+    environment: Environment,
+    renderer: ChatRenderer,
+    config: RolloutConfig,
+    prompts: Sequence[Prompt],
+    samples: int,
+    run_seed: int,
+    step: int,
+    max_model_len: int = 0,
+    progress: Progress | None = None,
+) -> list[list[Rollout]]:
+    """``samples`` bare rollouts of every prompt; raises RolloutError as ``Collector.collect`` does."""
+    runner = EpisodeRunner(engine, environment, renderer, config, run_seed, max_model_len)
+    batch = _Batch(runner, step, len(prompts) * samples, config.max_failed_share, progress)
+    episodes = await _run_all(batch.play(prompt, k) for prompt in prompts for k in range(samples))
+    batch.check()
+    rollouts = [episode.rollout for episode in episodes]
+    return [rollouts[index * samples : (index + 1) * samples] for index in range(len(prompts))]
+
+
+@dataclasses.dataclass(slots=True)
+class _Batch:
+    """The rollouts of one step: plays and counts them, and stops the step as soon as too many have failed."""
+
+    runner: EpisodeRunner
+    step: int
+    num_planned: int
+    max_failed_share: float
+    progress: Progress | None
+    num_done: int = 0
+    num_failed: int = 0
+    first_failure: str = ""
+
+    async def play(self, prompt: Prompt, k: int, anchor: Anchor = ROOT, start: Visit | None = None) -> Episode:
+        episode = await self.runner.play(prompt, step=self.step, k=k, anchor=anchor, start=start)
+        rollout = episode.rollout
+        self.num_done += 1
+        if rollout.status.failed:
+            self.num_failed += 1
+            self.first_failure = self.first_failure or f"{rollout.status}: {rollout.info.get('error')}"
+            self.check()
+        if self.progress:
+            self.progress(self.num_done, self.num_planned)
+        return episode
+
+    def check(self) -> None:
+        if self.num_failed > self.max_failed_share * self.num_planned:
+            raise RolloutError(
+                f"{self.num_failed} of {self.num_planned} rollouts of step {self.step} failed, more than "
+                f"rollout.max_failed_share={self.max_failed_share:g} allows; the first: {self.first_failure}"
+            )
+
+
+class _BatchedScorer:
+    """Scores trees in a thread, one batch at a time: what arrives within a few ms, or during a batch, goes together."""
+
+    def __init__(self, score_prefixes: ScorePrefixes) -> None:
+        self._score_prefixes = score_prefixes
+        self._waiting: list[tuple[RolloutTree, asyncio.Future[np.ndarray]]] = []
+        self._turn = asyncio.Lock()
+
+    async def score(self, tree: RolloutTree) -> np.ndarray:
+        scores: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
+        self._waiting.append((tree, scores))
+        async with self._turn:
+            if not scores.done():
+                await asyncio.sleep(_SCORE_WINDOW_S)
+                batch, self._waiting = self._waiting, []
+                await self._score_batch(batch)
+        return await scores
+
+    async def _score_batch(self, batch: Sequence[tuple[RolloutTree, asyncio.Future[np.ndarray]]]) -> None:
+        try:
+            results = await asyncio.to_thread(self._score_prefixes, [tree for tree, _ in batch])
+            for (_, scores), result in zip(batch, results, strict=True):
+                scores.set_result(result)
+        finally:
+            for _, scores in batch:  # nobody may wait for a batch that failed
+                scores.cancel()
+
+
+async def _run_all(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in order. The first exception cancels the rest, and is raised when they have ended, as itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as group_error:
+        raise group_error.exceptions[0] from None
+    return [task.result() for task in tasks]
