@@ -12,6 +12,7 @@ def test_trees_come_back_equal(tmp_path):
             Rollout(Anchor(0, 1), turns[1:], 1.0, RolloutStatus.FINISHED),
             Rollout(ROOT, (), 0.0, RolloutStatus.ENGINE_ERROR, trained=False),
         ),
+        prefix_probs=(0.1, 0.7),
     )
     path = tmp_path / "trees" / "step_000001.jsonl.zst"
     write_trees(path, [tree, tree])

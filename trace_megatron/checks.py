@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from trace_megatron.algorithm.selectors import build_selector
 from trace_megatron.config import Config
 from trace_megatron.envs import build_environment
@@ -23,7 +25,14 @@ def check_config(config: Config) -> None:
         raise UserError(f"expected loss.dual_clip above 1, or 0 for none, found {loss.dual_clip}")
     if loss.reference_model:
         read_hf_config(loss.reference_model)
-    build_selector(config.method, config.budget)
+    selector = build_selector(config.method, config.budget)
+    if (selector.needs_root_scores or selector.needs_prefix_scores) and config.predictor.kind == "none":
+        raise UserError(
+            f"expected a predictor for method.selector={config.method.selector}, found predictor.kind=none:"
+            f" set predictor.kind=model and predictor.model, or predictor.kind=constant as a control"
+        )
+    if config.predictor.kind == "model" and not (Path(config.predictor.model) / "config.json").is_file():
+        raise UserError(f"expected a Hugging Face folder at predictor.model, found none at '{config.predictor.model}'")
 
 
 def check_engine(config: Config) -> None:

@@ -7,6 +7,7 @@ Source: TRACE, arXiv 2606.11119. Suffixes: P candidate prompts.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +20,11 @@ from trace_megatron.config import Config
 from trace_megatron.log import progress
 from trace_megatron.metrics import StepMetrics, Stopwatch
 from trace_megatron.policy.worker import Policy
-from trace_megatron.predictor import Predictor
+from trace_megatron.predictor import Predictor, PredictorDiagnostics, predictor_diagnostics
 from trace_megatron.rollout.collector import Collector
 from trace_megatron.rollout.prompts import PromptSource
 from trace_megatron.sampling import Sampling
-from trace_megatron.types import RolloutTree
+from trace_megatron.types import Prompt, RolloutTree
 from trace_megatron.weight_sync.push import WeightSync
 
 
@@ -81,7 +82,18 @@ def run_step(parts: Parts, step: int) -> tuple[StepMetrics, list[RolloutTree]]:
             "rollout": summarize_trees(trees, len(candidates)),
             "train": train_stats,
             "predictor": predictor_stats,
+            "calibration": _calibration(candidates, root_probs_P, trees),
             "sync": sync_stats,
         },
         seconds=clock.seconds,
     ), trees
+
+
+def _calibration(
+    candidates: Sequence[Prompt], root_probs_P: np.ndarray, trees: Sequence[RolloutTree]
+) -> PredictorDiagnostics:
+    """The scores that the budget was spent by, beside what came of it."""
+    root_probs = {prompt.prompt_id: prob for prompt, prob in zip(candidates, root_probs_P, strict=True)}
+    return predictor_diagnostics(
+        [root_probs[tree.prompt.prompt_id] for tree in trees], trees, [np.array(tree.prefix_probs) for tree in trees]
+    )

@@ -20,7 +20,7 @@ from trace_megatron.launch.local import run_ranks
 from trace_megatron.log import progress, say
 from trace_megatron.metrics import MetricsWriter, StepMetrics, read_lines
 from trace_megatron.policy.worker import Policy
-from trace_megatron.predictor import build_predictor
+from trace_megatron.predictor import ConstantPredictor, build_predictor
 from trace_megatron.report.lines import describe_failures, describe_step, describe_totals
 from trace_megatron.rollout.collector import Collector
 from trace_megatron.rollout.engine import EngineError
@@ -111,7 +111,7 @@ def drive(parts: Parts, folder: RunFolder, resume: bool) -> None:
 @contextmanager
 def _build_parts(config: Config, policy: Policy) -> Iterator[Parts]:
     with asyncio.Runner() as loop, open_sampling(config, loop) as sampling:
-        predictor = build_predictor(config.predictor, config.run.seed)
+        predictor = build_predictor(config.predictor, config.run.seed) or ConstantPredictor()
         selector = build_selector(config.method, config.budget)
         yield Parts(
             config=config,

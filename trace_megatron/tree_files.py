@@ -38,6 +38,7 @@ def _tree(values: dict[str, Any]) -> RolloutTree:
             token_ids=tuple(prompt["token_ids"]),
         ),
         rollouts=tuple(_rollout(rollout) for rollout in values["rollouts"]),
+        prefix_probs=tuple(values["prefix_probs"]),
     )
 
 

@@ -116,6 +116,8 @@ class RolloutTree:
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     """A continuation stands after the rollout that it continues."""
+    prefix_probs: tuple[float, ...] = ()
+    """[A] the predictor's V(H) of the bare rollouts' prefixes when the continuations were planned; empty: not asked."""
 
 
 @dataclass(frozen=True, slots=True)
