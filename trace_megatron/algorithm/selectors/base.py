@@ -96,7 +96,7 @@ class Selector:
     def __init__(self, budget: BudgetConfig) -> None:
         if budget.candidates < 1 or budget.rollouts < 2 or budget.continuations < 0:
             raise UserError(
-                "expected budget.candidates of at least 1, rollouts of at least 2 and continuations of at least 0, found "
+                "expected budget.candidates >= 1, budget.rollouts >= 2 and budget.continuations >= 0, found "
                 f"{budget.candidates} candidates, {budget.rollouts} rollouts, {budget.continuations} continuations"
             )
         self.num_candidates = budget.candidates
