@@ -86,7 +86,7 @@ def drive(parts: Parts, folder: RunFolder, resume: bool) -> None:
         checkpoint = folder.latest_checkpoint()
         first_step = _restore(parts, checkpoint) + 1
         say(f"resumed after step {first_step - 1} from {checkpoint}")
-    # The engine read its weights from disk. Now it receives the trainer's, and the two are compared before a step is spent.
+    # The engine read its weights from disk. Now it gets the trainer's, and they are compared before a step is spent.
     sync = parts.loop.run(parts.weight_sync.push(*parts.policy.weights(), version=first_step - 1))
     say(f"engine and trainer agree: largest logprob difference {sync.verified_max_difference:.1e}")
     writer = MetricsWriter(folder.root, first_step)

@@ -57,7 +57,7 @@ def measure_accuracy(rollouts: Sequence[Sequence[Rollout]]) -> Accuracy:
 
 
 def score_completions(policy: Policy, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
-    """The trainer's logprob of every completion token of (prompt ids, completion ids) pairs, at the run's temperature."""
+    """The trainer's logprobs of the completions of (prompt ids, completion ids) pairs, at the run's temperature."""
     batches = [_as_batch(prompt_ids, completion_ids) for prompt_ids, completion_ids in pairs]
     num_ranks = policy.data_parallel_size
     per_rank = -(-len(batches) // num_ranks)

@@ -1,0 +1,189 @@
+"""Whole runs through the command line: real Megatron ranks, a real vLLM engine, a tiny policy."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import write_tiny_model
+from trace_megatron.config import Config, EnvConfig, load_config
+from trace_megatron.envs import build_environment
+from trace_megatron.rollout.chat import ChatRenderer
+from trace_megatron.tree_files import read_trees
+
+TASKS = {"letter_counting": {"min_words": 1, "max_words": 3}}  # answers are mostly 0, 1 or 2
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory) -> Path:
+    """A tiny policy that answers in the asked form, with a digit at random: some answers are right, some are not."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("policy") / "model", family="qwen3", tied=False)
+    renderer = ChatRenderer.from_folder(folder)
+    environment = build_environment(EnvConfig(params={"tasks": TASKS}))
+    stop = renderer.stop_token_ids[0]
+    rows, labels = [], []
+    for number, task in enumerate(environment.tasks("train")[index] for index in range(48)):
+        prompt = renderer.prompt_ids(task.messages)
+        action = [*renderer._tokenizer.encode(f"Answer: {number % 3}", add_special_tokens=False), stop]
+        rows.append([*prompt, *action])
+        labels.append([-100] * len(prompt) + action)
+    longest = max(map(len, rows))
+    tokens = torch.tensor([row + [stop] * (longest - len(row)) for row in rows])
+    targets = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(0)
+    for _ in range(80):
+        chosen = torch.randperm(len(rows))[:8]
+        loss = model(tokens[chosen], labels=targets[chosen]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss < 0.6  # the form is learnt; the digit stays open
+    model.save_pretrained(folder)
+    return folder
+
+
+def write_config(folder: Path, policy: Path, **sections) -> Path:
+    values = {
+        "run": {"name": "run", "output_dir": str(folder), "steps": 4, "seed": 3, "checkpoint_every": 2},
+        "policy": {"model": str(policy), "dtype": "float32", "pipeline_parallel": 2, "tokens_per_micro_batch": 1024},
+        "optimizer": {"learning_rate": 1e-3},
+        "method": {"selector": "trace", "advantage": "tree_rpo"},
+        "budget": {"candidates": 6, "rollouts": 8, "continuations": 2},
+        "predictor": {"kind": "model", "model": str(policy), "num_layers": 1, "learning_rate": 1e-3},
+        "rollout": {"max_turns": 3, "max_new_tokens": 16, "max_prompt_tokens": 512, "max_response_tokens": 512},
+        "engine": {"dtype": "float32", "max_num_seqs": 32, "kv_cache_gib": 0.25},
+        "env": {"name": "reasoning_gym", "params": {"tasks": TASKS}},
+        "validation": {"every": 4, "prompts": 8},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    load_config(path)
+    return path
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "trace_megatron.cli", *arguments]
+
+
+def read_metrics(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def comparable(line: dict) -> dict:
+    """A step's numbers without those that a clock made."""
+    return {key: value for key, value in line.items() if "seconds" not in key}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, policy) -> tuple[Path, Path]:
+    """One run of four steps, and one that is killed in the third step and resumed; both at the same time."""
+    whole, broken = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("broken")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    uninterrupted = subprocess.Popen(command("train", "-c", str(write_config(whole, policy))), env=environment)
+    config = write_config(broken, policy)
+    interrupted = subprocess.Popen(command("train", "-c", str(config)), env=environment, start_new_session=True)
+    checkpoint = broken / "run" / "checkpoints" / "step_000002" / "state.json"
+    deadline = time.monotonic() + 240
+    while not checkpoint.exists() and time.monotonic() < deadline and interrupted.poll() is None:
+        time.sleep(0.02)
+    os.killpg(interrupted.pid, signal.SIGKILL)
+    interrupted.wait()
+    assert checkpoint.exists()
+    subprocess.run(command("train", "-c", str(config), "--resume"), env=environment, check=True)
+    assert uninterrupted.wait(timeout=240) == 0
+    return whole / "run", broken / "run"
+
+
+def test_a_resumed_run_samples_the_same_tokens_and_gives_the_same_metrics(runs):
+    whole, resumed = runs
+    for step in range(1, 5):
+        name = f"trees/step_{step:06d}.jsonl.zst"
+        assert read_trees(whole / name) == read_trees(resumed / name)
+    for expected, found in zip(read_metrics(whole), read_metrics(resumed), strict=True):
+        assert comparable(found) == {
+            key: pytest.approx(value, rel=1e-5, abs=1e-7, nan_ok=True) if isinstance(value, float) else value
+            for key, value in comparable(expected).items()
+        }
+
+
+def test_the_run_did_learn_from_trees(runs):
+    """Guards the test above: without contrast, gradients and continuations it would compare nothing."""
+    lines = read_metrics(runs[0])
+    assert any(line["rollout/effective_ratio"] > 0 and line["train/grad_norm"] > 0 for line in lines)
+    assert any(line["rollout/num_continuations"] > 0 for line in lines)
+    assert all(line["train/num_tokens"] < line["train/num_unpacked_tokens"] for line in lines)
+    assert all(line["train/ratio_tail"] < 1e-3 for line in lines)  # engine and trainer agree after every sync
+    assert "validation/accuracy" in lines[3]
+
+
+def test_the_exported_policy_loads_and_was_trained(runs, policy):
+    before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (policy, runs[0] / "hf"))
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_resuming_a_finished_run_changes_nothing(runs):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["policy.tensor_paralel=2"], ["policy.tensor_paralel", "policy.tensor_parallel"]),
+        (["policy.model=nowhere/at/all"], ["nowhere/at/all"]),
+        (["policy.tensor_parallel=3"], ["tensor_parallel", "4 attention heads"]),
+        (["policy.pipeline_parallel=4"], ["pipeline_parallel", "2 layers"]),
+        (["env.params={tasks: {}}"], ["tasks"]),
+        (["rollout.top_p=0.9"], ["top_p", "decoupled"]),
+        (["method.selector=tracer"], ["tracer", "trace"]),
+        (["predictor.kind=none"], ["predictor"]),
+        (["rollout.max_response_tokens=100000"], ["max_response_tokens", "2048"]),
+        (["budget.rollouts=1"], ["1"]),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, policy, overrides, words):
+    config = write_config(tmp_path, policy)
+    result = subprocess.run(command("train", "-c", str(config), *overrides), capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    for word in words:
+        assert word in result.stderr
+    assert list(tmp_path.iterdir()) == [config]  # nothing was written
+
+
+def test_an_existing_run_is_not_overwritten(runs, tmp_path, policy):
+    config = write_config(tmp_path, policy)
+    shutil.copytree(runs[0], tmp_path / "run")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    result = subprocess.run(command("train", "-c", str(config)), capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "--resume" in result.stderr
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_a_checkpoint_of_another_shape_is_refused(runs, tmp_path, policy):
+    other = write_tiny_model(tmp_path / "other", family="qwen3", tied=False, ffn=128)
+    shutil.copytree(runs[0], tmp_path / "run")
+    config = write_config(tmp_path, other, predictor={"kind": "constant"}, policy={"pipeline_parallel": 1})
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    result = subprocess.run(command("train", "-c", str(config), "--resume"), capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert "error: " in result.stderr
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_defaults_are_a_valid_configuration():
+    assert Config().run.steps > 0
