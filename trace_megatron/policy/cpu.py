@@ -25,6 +25,7 @@ def install() -> None:
 
 
 def _install_device() -> None:
+    from megatron.core import utils
     from megatron.core.optimizer import clip_grads, optimizer
     from megatron.core.pipeline_parallel import schedules
 
@@ -34,9 +35,9 @@ def _install_device() -> None:
     torch.cuda.synchronize = lambda device=None: None
     # The tied embedding of the last pipeline stage and resumed optimizer states are moved with `.cuda()`.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    # Schedules, optimizer and gradient clipping make their counters with `device="cuda"`. Only what these three modules
+    # Schedules, optimizer and gradient clipping make their counters with `device="cuda"`. Only what these four modules
     # call `torch` changes: wrapped factories in torch itself would escape its device contexts, which transformers uses.
-    for module in (clip_grads, optimizer, schedules):
+    for module in (clip_grads, optimizer, schedules, utils):
         module.torch = _TorchOnCPU("torch")
     # The optimizers sort parameters by the names "torch.cuda.FloatTensor" and "torch.cuda.BFloat16Tensor".
     torch.Tensor.type = _with_cuda_type_names(torch.Tensor.type)

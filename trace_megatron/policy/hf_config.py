@@ -51,9 +51,11 @@ class HFModelConfig:
 
 def read_hf_config(folder: str | Path) -> HFModelConfig:
     """Read ``folder``/config.json. Raises UserError for a missing folder or file and for what is not supported."""
+    if not str(folder):
+        raise UserError("expected a Hugging Face model folder as policy.model, found none: set policy.model=FOLDER")
     folder = Path(folder)
-    if not str(folder) or not folder.is_dir():
-        raise UserError(f"expected a Hugging Face model folder at '{folder}', found none: set policy.model")
+    if not folder.is_dir():
+        raise UserError(f"expected a Hugging Face model folder at '{folder}', found none: correct policy.model")
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(f"expected '{path}', found no such file: policy.model must be a Hugging Face model folder")
@@ -61,6 +63,8 @@ def read_hf_config(folder: str | Path) -> HFModelConfig:
         values = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"expected JSON in '{path}', found: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"expected a mapping in '{path}', found a {type(values).__name__}")
     return parse_hf_config(values, str(path))
 
 
@@ -75,15 +79,15 @@ def parse_hf_config(values: dict[str, Any], where: str) -> HFModelConfig:
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
         if not isinstance(values.get(key), int) or values[key] < 1:
             raise UserError(f"expected a positive number as '{key}' in '{where}', found {values.get(key)!r}")
-    heads = values["num_attention_heads"]
+    heads, kv_heads, head_dim = _read_heads(values, where)
     theta, scaling = _read_rope(values, where)
     return HFModelConfig(
         family=FAMILIES[architecture],
         num_layers=values["num_hidden_layers"],
         hidden_size=values["hidden_size"],
         num_heads=heads,
-        num_kv_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         ffn_size=values["intermediate_size"],
         vocab_size=values["vocab_size"],
         norm_eps=values.get("rms_norm_eps", 1e-6),  # both families' default
@@ -138,6 +142,17 @@ def _refuse_unsupported(values: dict[str, Any], where: str) -> None:
         raise UserError(f"expected full attention in every layer, found {sorted(windowed)} in '{where}'")
     if values.get("hidden_act", "silu") != "silu":
         raise UserError(f"expected the activation silu, found '{values['hidden_act']}' in '{where}'")
+
+
+def _read_heads(values: dict[str, Any], where: str) -> tuple[int, int, int]:
+    heads = values["num_attention_heads"]
+    kv_heads = values.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise UserError(f"expected 'num_key_value_heads' to divide {heads} heads in '{where}', found {kv_heads}")
+    head_dim = values.get("head_dim") or values["hidden_size"] // heads
+    if head_dim % 2:
+        raise UserError(f"expected an even 'head_dim' in '{where}' (RoPE turns pairs), found {head_dim}")
+    return heads, kv_heads, head_dim
 
 
 def _read_rope(values: dict[str, Any], where: str) -> tuple[float, Llama3Scaling | None]:

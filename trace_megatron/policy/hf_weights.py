@@ -126,11 +126,12 @@ def _take(parameters: dict[str, torch.nn.Parameter], weight: Weight) -> torch.nn
 
 def _open_folder(folder: Path, stack: ExitStack) -> dict[str, safe_open]:
     """The open file of every tensor in the folder, by tensor name."""
+    weight_map = {}
     if (folder / _INDEX).is_file():
-        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
+        weight_map = _read_weight_map(folder / _INDEX)
         files = sorted(set(weight_map.values()))
     elif (folder / _SINGLE).is_file():
-        weight_map, files = None, [_SINGLE]
+        files = [_SINGLE]
     else:
         raise UserError(
             f"expected {_SINGLE} or {_INDEX} in '{folder}', found neither: save the model with safe serialization"
@@ -142,10 +143,19 @@ def _open_folder(folder: Path, stack: ExitStack) -> dict[str, safe_open]:
         except (OSError, SafetensorError) as error:
             raise UserError(f"expected safetensors in '{folder / file}', found: {error}: download it again") from error
         readers.update(dict.fromkeys(reader.keys(), reader))
-    for name in weight_map or ():
+    for name in weight_map:
         if name not in readers:
             raise UserError(f"expected tensor '{name}' in '{folder / weight_map[name]}', found none: download it again")
     return readers
+
+
+def _read_weight_map(path: Path) -> dict[str, str]:
+    """File name by tensor name."""
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"expected a mapping 'weight_map' in '{path}', found none: download it again") from error
 
 
 def _check_tensors(readers: Mapping[str, safe_open], weights: Sequence[Weight], folder: str | Path) -> None:

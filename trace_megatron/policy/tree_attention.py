@@ -9,18 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-try:
-    from trace_megatron.ops import tree_attention
-except ImportError:
-
-    def tree_attention(q, k, v, subtree_end, scale):
-        index = torch.arange(q.shape[0])
-        allowed = (index[None] <= index[:, None]) & (index[:, None] < subtree_end[None])
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        return out[0].transpose(0, 1)
+from trace_megatron.ops import tree_attention
 
 
 @dataclass(frozen=True, slots=True)
