@@ -14,7 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from tests.tiny_models import write_tiny_model
+from tiny_models import write_tiny_model
 from trace_megatron.config import Config, EnvConfig, load_config
 from trace_megatron.envs import build_environment
 from trace_megatron.rollout.chat import ChatRenderer
