@@ -1,0 +1,127 @@
+"""Histories packed for the predictor: tokens that begin several histories alike are laid out, and computed, once.
+
+A value depends on the tokens alone. So, other than for the policy's loss, equal tokens are shared wherever they come
+from: the chat template's opening by all prompts, twin rollouts by each other. Twins then score exactly alike: which of
+them receives budget is decided by their order, not by float noise.
+
+Legend: T packed tokens, A anchors of a batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trace_megatron.algorithm.tree import history_ids, rollout_turns
+from trace_megatron.types import ROOT, Anchor, RolloutTree
+
+Request = tuple[RolloutTree, Sequence[Anchor]]
+"""Histories of one tree; ROOT is the prompt alone, with or without rollouts."""
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryBatch:
+    """A forest of histories; token i attends to token j if and only if ``j <= i < subtree_end[j]``."""
+
+    tokens: torch.Tensor
+    """[T] int64."""
+    position_ids: torch.Tensor
+    """[T] int64, depth on the path."""
+    subtree_end: torch.Tensor
+    """[T] int32."""
+    last_positions: torch.Tensor
+    """[A] int64, position of the last token of each history."""
+    rows: torch.Tensor
+    """[A] int64, place of each history in the requested order."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokens.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class _Path:
+    """The longest requested history of one rollout, with the shorter ones that lie on it."""
+
+    token_ids: np.ndarray
+    """[T] int64."""
+    lengths: tuple[int, ...]
+    """[A] tokens of each history."""
+    rows: tuple[int, ...]
+    """[A]"""
+
+
+def pack_histories(requests: Sequence[Request], tokens_per_batch: int) -> list[HistoryBatch]:
+    """Pack every anchor of every request; ``rows`` count through the requests in order.
+
+    A batch holds at most ``tokens_per_batch`` tokens, except that a single longer path gets a batch of its own.
+    Raises ValueError where a tree has no such history.
+    """
+    paths = sorted(_paths(requests), key=lambda path: path.token_ids.tolist())
+    batches: list[HistoryBatch] = []
+    group: list[_Path] = []
+    load = 0
+    for path in paths:
+        added = path.token_ids.size - (_num_shared(group[-1], path) if group else 0)
+        if group and load + added > tokens_per_batch:
+            batches.append(_assemble(group))
+            group, load, added = [], 0, path.token_ids.size
+        group.append(path)
+        load += added
+    return [*batches, _assemble(group)] if group else batches
+
+
+def _paths(requests: Sequence[Request]) -> list[_Path]:
+    paths = []
+    row = itertools.count()
+    for tree, anchors in requests:
+        marks: dict[int, list[tuple[int, int]]] = {}
+        for anchor in anchors:
+            marks.setdefault(anchor.rollout, []).append((anchor.turn, next(row)))
+        for rollout, turns_and_rows in marks.items():
+            longest = Anchor(rollout, max(turn for turn, _ in turns_and_rows))
+            turns = () if longest == ROOT else rollout_turns(tree, rollout)
+            sizes = [len(turn.action_ids) + len(turn.observation_ids) for turn in turns]
+            ends = list(itertools.accumulate(sizes, initial=len(tree.prompt.token_ids)))
+            ids = np.array(history_ids(tree, longest), dtype=np.int64)
+            paths.append(_Path(ids, tuple(ends[t] for t, _ in turns_and_rows), tuple(r for _, r in turns_and_rows)))
+    return paths
+
+
+def _num_shared(first: _Path, second: _Path) -> int:
+    """Tokens that two paths begin with alike."""
+    size = min(first.token_ids.size, second.token_ids.size)
+    differing = np.flatnonzero(first.token_ids[:size] != second.token_ids[:size])
+    return int(differing[0]) if differing.size else size
+
+
+def _assemble(group: Sequence[_Path]) -> HistoryBatch:
+    """Lay sorted paths out as a forest in preorder: neighbours share most, an open path is closed where they part."""
+    tokens: list[int] = []
+    depths: list[int] = []
+    ends: list[int] = []
+    open_path: list[int] = []  # positions of the current path's tokens, by depth
+    last_positions: list[int] = []
+    for index, path in enumerate(group):
+        shared = _num_shared(group[index - 1], path) if index else 0
+        for position in open_path[shared:]:
+            ends[position] = len(tokens)
+        fresh = path.token_ids[shared:].tolist()
+        open_path[shared:] = range(len(tokens), len(tokens) + len(fresh))
+        tokens += fresh
+        depths += range(shared, shared + len(fresh))
+        ends += [0] * len(fresh)
+        last_positions += [open_path[length - 1] for length in path.lengths]
+    for position in open_path:
+        ends[position] = len(tokens)
+    return HistoryBatch(
+        tokens=torch.tensor(tokens, dtype=torch.int64),
+        position_ids=torch.tensor(depths, dtype=torch.int64),
+        subtree_end=torch.tensor(ends, dtype=torch.int32),
+        last_positions=torch.tensor(last_positions, dtype=torch.int64),
+        rows=torch.tensor([row for path in group for row in path.rows], dtype=torch.int64),
+    )

@@ -1,0 +1,58 @@
+"""What the training loop knows of a predictor: V(history) in [0, 1], the chance that the policy ends in success.
+
+Legend: P prompts, A anchors of one tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from trace_megatron.types import Prompt, RolloutTree
+
+
+@dataclass(frozen=True, slots=True)
+class PredictorStats:
+    """What one update reports."""
+
+    loss_before: float | None
+    """Mean squared error over the first epoch, each mini-batch before its own step; None where nothing is trained."""
+    loss_after: float | None
+    """Mean squared error on the same samples after the last epoch."""
+    num_roots: int
+    num_prefixes: int
+    num_tokens: int
+    """Packed tokens of one epoch."""
+    seconds: float
+
+
+class Predictor(Protocol):
+    """Scores roots and prefixes alike, and learns from finished trees. Safe to call from several threads."""
+
+    def score_roots(self, prompts: Sequence[Prompt]) -> np.ndarray:
+        """[P] float64, from at least float32 arithmetic: coarser scores tie, and ties decide the allocation."""
+        ...
+
+    def score_prefixes(self, tree: RolloutTree) -> np.ndarray:
+        """[A] float64 in the order of ``algorithm.tree.prefix_anchors(tree)``."""
+        ...
+
+    def score_prefixes_many(self, trees: Sequence[RolloutTree]) -> list[np.ndarray]:
+        """``score_prefixes`` of every tree, packed together."""
+        ...
+
+    def update(self, trees: Sequence[RolloutTree], target_mode: str) -> PredictorStats:
+        """Learn from the finished trees of one step; ``target_mode`` as in ``algorithm.targets.success_targets``."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write everything that ``load`` needs to go on exactly; the file appears whole or not at all."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Read what ``save`` wrote. Raises UserError where it is missing or of another kind or shape."""
+        ...

@@ -1,0 +1,20 @@
+"""Scores of many histories from few forwards: shared beginnings are computed once, packs keep to a token budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from trace_megatron.predictor.model import ValueModel
+from trace_megatron.predictor.pack import Request, pack_histories
+
+
+def score_histories(model: ValueModel, requests: Sequence[Request], tokens_per_forward: int) -> np.ndarray:
+    """Float64 scores, computed in float32, of every requested anchor, in the requested order."""
+    scores = np.zeros(sum(len(anchors) for _, anchors in requests))
+    with torch.no_grad():
+        for batch in pack_histories(requests, tokens_per_forward):
+            scores[batch.rows.numpy()] = model(batch).double().cpu().numpy()
+    return scores

@@ -1,0 +1,79 @@
+"""Online training of the predictor on the success targets of finished trees. arXiv 2606.11119, predictor training.
+
+Every root of the step, plus prefixes drawn uniformly from the visited ones until they make up ``prefix_share`` of the
+batch; mean squared error. Histories that meet in a mini-batch share the tokens that they begin with; the loss is
+normalised by the mini-batch, so that gradients do not depend on how it was packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from trace_megatron.algorithm.targets import success_targets
+from trace_megatron.predictor.model import ValueModel
+from trace_megatron.predictor.pack import Request, pack_histories
+from trace_megatron.types import ROOT, Anchor, RolloutTree
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One history with the success probability that it should have."""
+
+    tree: int
+    """Index among the step's trees."""
+    anchor: Anchor
+    target: float
+
+
+def draw_samples(
+    trees: Sequence[RolloutTree], target_mode: str, prefix_share: float, rng: np.random.Generator
+) -> list[Sample]:
+    """All roots that have a target, then the drawn prefixes."""
+    samples = [
+        Sample(index, anchor, target)
+        for index, tree in enumerate(trees)
+        for anchor, target in success_targets(tree, target_mode).items()
+    ]
+    roots = [sample for sample in samples if sample.anchor == ROOT]
+    visited = [sample for sample in samples if sample.anchor != ROOT]
+    drawn = rng.permutation(len(visited))[: num_prefixes(len(roots), len(visited), prefix_share)]
+    return roots + [visited[index] for index in drawn]
+
+
+def num_prefixes(num_roots: int, num_visited: int, prefix_share: float) -> int:
+    """How many prefixes make up ``prefix_share`` of a batch with all roots: at least one of those there are."""
+    if prefix_share == 0.0:
+        return 0
+    return min(max(round(num_roots * prefix_share / (1.0 - prefix_share)), 1), num_visited)
+
+
+def mini_batches(samples: Sequence[Sample], batch_size: int, rng: np.random.Generator) -> list[list[Sample]]:
+    """The samples in random order, dealt to the fewest batches; roots and prefixes both spread evenly (by one)."""
+    shuffled = [samples[index] for index in rng.permutation(len(samples))]
+    ordered = sorted(shuffled, key=lambda sample: sample.anchor != ROOT)
+    num_batches = -(-len(samples) // batch_size)
+    return [ordered[first::num_batches] for first in range(num_batches)]
+
+
+def as_requests(trees: Sequence[RolloutTree], samples: Sequence[Sample]) -> list[Request]:
+    """What ``pack_histories`` takes; its rows are the samples'."""
+    return [(trees[sample.tree], (sample.anchor,)) for sample in samples]
+
+
+def accumulate_gradients(
+    model: ValueModel, trees: Sequence[RolloutTree], samples: Sequence[Sample], tokens_per_forward: int
+) -> tuple[float, int]:
+    """Add the gradient of the samples' mean squared error; returns (summed squared error, packed tokens)."""
+    targets = torch.tensor([sample.target for sample in samples], dtype=torch.float64)
+    squared_error, num_tokens = 0.0, 0
+    for batch in pack_histories(as_requests(trees, samples), tokens_per_forward):
+        values = model(batch)
+        loss = (values - targets[batch.rows].to(values)).square().sum()
+        (loss / len(samples)).backward()
+        squared_error += loss.item()
+        num_tokens += batch.num_tokens
+    return squared_error, num_tokens
