@@ -149,7 +149,8 @@ def extract_answer(action: str, right_answer: str) -> str | None:
         return _last_match(_NUMBER, text)
     if _WORD.fullmatch(right_answer):
         return _last_match(_WORD, text)
-    return text.strip("*`\"' ").removesuffix(".") or None
+    quotes = "*`\"' "
+    return text.strip(quotes).removesuffix(".").strip(quotes) or None
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:

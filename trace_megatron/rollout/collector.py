@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from trace_megatron.algorithm.selectors import Selector, fallback_rollouts, prefix_view
+from trace_megatron.algorithm.selectors import PrefixView, Selector, fallback_rollouts, prefix_view
 from trace_megatron.algorithm.tree import prefix_anchors
 from trace_megatron.config import RolloutConfig
 from trace_megatron.errors import RolloutError
@@ -49,7 +49,7 @@ class Collector:
     ) -> None:
         self._runner = EpisodeRunner(engine, environment, renderer, config, run_seed, max_model_len)
         self._selector = selector
-        self._scorer = _BatchedScorer(score_prefixes)
+        self._score_prefixes = score_prefixes
         self._config = config
         self._run_seed = run_seed
 
@@ -64,39 +64,43 @@ class Collector:
         roots = [(prompt, int(count)) for prompt, count in zip(prompts, root_counts, strict=True) if count > 0]
         num_planned = sum(count + self._selector.prefix_budget(count) for _, count in roots)
         batch = _Batch(self._runner, step, num_planned, self._config.max_failed_share, progress)
-        trees = await _run_all(self._grow_tree(prompt, count, batch) for prompt, count in roots)
+        scorer = _BatchedScorer(self._score_prefixes)
+        trees = await _run_all(self._grow_tree(prompt, count, batch, scorer) for prompt, count in roots)
         batch.check()
         return trees
 
-    async def _grow_tree(self, prompt: Prompt, count: int, batch: _Batch) -> RolloutTree:
+    async def _grow_tree(self, prompt: Prompt, count: int, batch: _Batch, scorer: _BatchedScorer) -> RolloutTree:
         bare = await _run_all(batch.play(prompt, k) for k in range(count))
         tree = RolloutTree(prompt, tuple(episode.rollout for episode in bare))
         budget = self._selector.prefix_budget(count)
         if not budget:
             return tree
-        if prefix_anchors(tree):
-            more = await self._play_continuations(tree, bare, budget, batch)
-        else:
+        if not prefix_anchors(tree):
             extra = fallback_rollouts(budget)
             batch.num_planned += extra - budget
             more = await _run_all(batch.play(prompt, k) for k in range(count, count + extra))
-        return RolloutTree(prompt, (*tree.rollouts, *(episode.rollout for episode in more)))
+            return _grown(tree, more)
+        scores = await scorer.score(tree) if self._selector.needs_prefix_scores else None
+        more = await self._play_continuations(prefix_view(tree, scores), tree.prompt, bare, budget, batch)
+        return _grown(tree, more, () if scores is None else tuple(map(float, scores)))
 
     async def _play_continuations(
-        self, tree: RolloutTree, bare: Sequence[Episode], budget: int, batch: _Batch
+        self, view: PrefixView, prompt: Prompt, bare: Sequence[Episode], budget: int, batch: _Batch
     ) -> list[Episode]:
         """Continuations anchor by anchor, each from its bare rollout's visit."""
-        scores = await self._scorer.score(tree) if self._selector.needs_prefix_scores else None
-        view = prefix_view(tree, scores)
         # The prompt's own generator: the plan must not depend on which prompt came back first.
-        rng = np.random.default_rng(request_seed(self._run_seed, batch.step, tree.prompt.prompt_id, ROOT, 0, 0))
+        rng = np.random.default_rng(request_seed(self._run_seed, batch.step, prompt.prompt_id, ROOT, 0, 0))
         counts = self._selector.select_prefixes(view, budget, rng)
         batch.num_planned += int(sum(counts)) - budget
         return await _run_all(
-            batch.play(tree.prompt, k, anchor, bare[anchor.rollout].visits[anchor.turn - 1])
+            batch.play(prompt, k, anchor, bare[anchor.rollout].visits[anchor.turn - 1])
             for anchor, count in zip(view.anchors, counts, strict=True)
             for k in range(count)
         )
+
+
+def _grown(tree: RolloutTree, more: Sequence[Episode], prefix_probs: tuple[float, ...] = ()) -> RolloutTree:
+    return RolloutTree(tree.prompt, (*tree.rollouts, *(episode.rollout for episode in more)), prefix_probs)
 
 
 async def evaluate(
