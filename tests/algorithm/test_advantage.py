@@ -22,7 +22,7 @@ EPS = 1e-6
 
 
 def example():
-    """Nodes: 1-3 the turns of bare 0 (fails), 4-5 of bare 1 (succeeds), 6-7 of the continuation of (0, 1) (succeeds)."""
+    """Nodes: 1-3 the turns of bare 0 (fails), 4-5 of bare 1 and 6-7 of a continuation of (0, 1), which succeed."""
     return outcome_tree((ROOT, 3, 0.0), (ROOT, 2, 1.0), (Anchor(0, 1), 2, 1.0))
 
 

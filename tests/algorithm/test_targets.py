@@ -63,7 +63,7 @@ def test_untrained_parent_of_a_trained_continuation():
 
 
 def test_unknown_mode_is_named():
-    with pytest.raises(ValueError, match="leaf_mean.*found 'mean'"):
+    with pytest.raises(ValueError, match=r"leaf_mean.*found 'mean'"):
         success_targets(example(), "mean")
 
 
