@@ -107,10 +107,10 @@ def _read(folder: Path, kind: str) -> dict:
     try:
         state = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"expected a {kind} predictor's checkpoint at '{path}', found: {error}") from error
+        raise UserError(f"expected the state of a predictor of kind {kind} at '{path}', found: {error}") from error
     if state.get("kind") != kind:
         raise UserError(
-            f"expected a {kind} predictor's checkpoint at '{path}', found {state.get('kind')}: "
+            f"expected the state of a predictor of kind {kind} at '{path}', found {state.get('kind')}: "
             "resume with the predictor.kind it had"
         )
     return state
