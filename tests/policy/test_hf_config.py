@@ -92,7 +92,6 @@ def test_both_spellings_of_rope_mean_the_same():
         ({"vocab_size": 0}, "vocab_size"),
         ({"num_key_value_heads": 5}, "num_key_value_heads"),
         ({"head_dim": 63}, "head_dim"),
-        ({"torch_dtype": "float8"}, "float8"),
     ],
 )
 def test_refused_by_name(change, named):

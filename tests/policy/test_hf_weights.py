@@ -68,7 +68,7 @@ def layouts(tmp_path_factory) -> Path:
         with torch.no_grad():
             logits = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
         save_file({"tokens": tokens, "logits": logits}, work / f"{name}.safetensors")
-    run_ranks(Path(__file__).with_name("layouts_worker.py"), work, NUM_RANKS, timeout_s=240)
+    run_ranks(Path(__file__).with_name("model_ranks.py"), work, NUM_RANKS, timeout_s=240)
     return work
 
 

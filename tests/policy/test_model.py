@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.tiny_models import LLAMA3_SCALING, write_tiny_model
@@ -53,12 +53,14 @@ def test_logits_equal_transformers(name, tmp_path):
 
 
 def test_logits_of_smollm2_equal_transformers(smollm2):
-    hf, [model] = build(smollm2)
-    tokens = torch.randint(hf.vocab_size, (1, 64), generator=torch.Generator().manual_seed(1))
+    _, [model] = build(smollm2)
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    tokens = tokenizer("Paris is the capital of France. The capital of Italy is", return_tensors="pt").input_ids
     with torch.no_grad():
-        found = model(tokens, None, None, packed_seq_params=chain(64))
+        found = model(tokens, None, None, packed_seq_params=chain(tokens.shape[1]))
         expected = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)(tokens).logits
     assert relative_error(found, expected) < 1e-4
+    assert tokenizer.decode(found[0, -1].argmax()) == " Rome"  # the conversion from GGUF was right as well
 
 
 def test_every_path_of_a_tree_equals_transformers(tmp_path):

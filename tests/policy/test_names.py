@@ -24,7 +24,6 @@ TINY = HFModelConfig(
     tied=False,
     qk_norm=True,
     max_positions=64,
-    dtype=torch.float32,
 )
 
 

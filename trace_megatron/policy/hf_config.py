@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
 
@@ -45,8 +43,6 @@ class HFModelConfig:
     qk_norm: bool
     """RMSNorm over each head's query and key."""
     max_positions: int
-    dtype: torch.dtype
-    """Of the checkpoint's weights; the policy's own is ``PolicyConfig.dtype``."""
 
 
 def read_hf_config(folder: str | Path) -> HFModelConfig:
@@ -96,7 +92,6 @@ def parse_hf_config(values: dict[str, Any], where: str) -> HFModelConfig:
         tied=values.get("tie_word_embeddings", False),
         qk_norm=FAMILIES[architecture] == "qwen3",
         max_positions=values.get("max_position_embeddings", 2048),
-        dtype=_read_dtype(values, where),
     )
 
 
@@ -172,11 +167,3 @@ def _read_rope(values: dict[str, Any], where: str) -> tuple[float, Llama3Scaling
         raise UserError(f"expected '{missing[0]}' among the llama3 RoPE parameters in '{where}', found none")
     factor, low, high, original = (rope[key] for key in keys)
     return theta, Llama3Scaling(float(factor), float(low), float(high), int(original))
-
-
-def _read_dtype(values: dict[str, Any], where: str) -> torch.dtype:
-    name = values.get("dtype") or values.get("torch_dtype") or "float32"
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name not in dtypes:
-        raise UserError(f"expected dtype float32, bfloat16 or float16 in '{where}', found {name!r}")
-    return dtypes[name]

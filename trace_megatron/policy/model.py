@@ -12,8 +12,10 @@ import math
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
+    HAVE_TE,
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
@@ -53,7 +55,7 @@ def build_model(hf: HFModelConfig, policy: PolicyConfig) -> list[GPTModel]:
     if model.post_process and hf.vocab_size % policy.tensor_parallel:
         first_row = parallel_state.get_tensor_model_parallel_rank() * model.output_layer.output_size_per_partition
         model.output_layer.register_forward_hook(functools.partial(_mask_padded_rows, hf.vocab_size - first_row))
-    return [model if torch.cuda.is_available() is False else model.cuda()]
+    return [model.cuda() if torch.cuda.is_available() else model]
 
 
 def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> TransformerConfig:
@@ -92,9 +94,7 @@ def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> Transfo
 
 def build_layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """Layers whose core attention reads the tree: Transformer Engine's on a GPU that has it, else Megatron's own."""
-    if torch.cuda.is_available() and _has_transformer_engine():
-        from megatron.core.extensions.transformer_engine import TENorm
-
+    if torch.cuda.is_available() and HAVE_TE:
         spec, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
     else:
         spec, norm = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"), RMSNorm
@@ -164,9 +164,3 @@ def _mask_padded_rows(num_real_rows: int, layer, inputs, outputs):
         return outputs
     padded = torch.arange(logits.shape[-1], device=logits.device) >= num_real_rows
     return logits.masked_fill(padded, PADDED_LOGIT), bias
-
-
-def _has_transformer_engine() -> bool:
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    return gpt_layer_specs.HAVE_TE

@@ -1,6 +1,6 @@
 """One of four ranks: every model at every layout against the logits and tensors of transformers.
 
-    layouts_worker.py WORK     WORK/<model>/ is an HF folder, WORK/<model>.safetensors its tokens and logits
+    model_ranks.py WORK     WORK/<model>/ is an HF folder, WORK/<model>.safetensors its tokens and logits
 
 Writes WORK/result.<rank>.json: a list of findings, and WORK/export-<layout>/ of the model "qwen3-tied".
 """
