@@ -1,0 +1,110 @@
+"""The process groups of the trainer ranks: torch.distributed, Megatron's TP x PP x DP, and a CPU group for commands."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from trace_megatron.config import PolicyConfig
+from trace_megatron.errors import UserError
+from trace_megatron.policy import cpu
+
+# Workers wait in this group while the driver collects rollouts, which has no upper limit worth guarding.
+_COMMAND_TIMEOUT = timedelta(days=30)
+# A collective of a training step that takes this long has lost a rank.
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Where this process stands."""
+
+    rank: int
+    world_size: int
+    data_rank: int
+    """Index of the data-parallel replica that this rank belongs to."""
+    data_size: int
+    tensor_size: int
+    reports: bool
+    """True on the one rank of every replica that holds its losses and logprobs: last stage, tensor rank 0."""
+    command_group: dist.ProcessGroup
+    """All ranks, gloo."""
+    device: torch.device
+
+    @property
+    def is_driver(self) -> bool:
+        return self.rank == 0
+
+
+def initialize(config: PolicyConfig, seed: int) -> Ranks:
+    """Join the ranks that torchrun started (or be a world of one) and build Megatron's groups.
+
+    Raises UserError unless the number of processes is tensor x pipeline x data parallel.
+    """
+    expected = config.tensor_parallel * config.pipeline_parallel * config.data_parallel
+    found = int(os.environ.get("WORLD_SIZE", "1"))
+    if found != expected:
+        raise UserError(
+            f"expected {expected} processes for policy.tensor_parallel {config.tensor_parallel} x pipeline_parallel "
+            f"{config.pipeline_parallel} x data_parallel {config.data_parallel}, found {found}: "
+            f"start {expected} with torchrun --nproc-per-node, or change the three numbers"
+        )
+    cpu.install()
+    device = _device()
+    if not dist.is_initialized():
+        _init_process_group(device)
+    parallel_state.initialize_model_parallel(
+        config.tensor_parallel,
+        config.pipeline_parallel,
+        distributed_timeout_minutes=int(_COLLECTIVE_TIMEOUT.total_seconds() // 60),
+    )
+    torch.manual_seed(seed)
+    if device.type == "cuda":
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return Ranks(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        reports=parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0,
+        command_group=dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT),
+        device=device,
+    )
+
+
+def shutdown() -> None:
+    """Leave all groups; ``initialize`` may follow with another layout."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank)
+    # The ranks of one machine share its cores; torchrun's own default of one thread each would waste the rest.
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    torch.set_num_threads(max(len(os.sched_getaffinity(0)) // local_ranks, 1))
+    return torch.device("cpu")
+
+
+def _init_process_group(device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if "TRACE_RENDEZVOUS_FILE" in os.environ:  # set by launch/local.py: all ranks are on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.FileStore(os.environ["TRACE_RENDEZVOUS_FILE"], world_size)
+    elif world_size == 1:  # needs no address
+        store = dist.HashStore()
+    else:  # torchrun's variables
+        dist.init_process_group(backend, timeout=_COLLECTIVE_TIMEOUT)
+        return
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_COLLECTIVE_TIMEOUT)

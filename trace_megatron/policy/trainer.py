@@ -1,0 +1,148 @@
+"""The policy's model with its optimizer on this rank: one clipped step over packs, in Megatron-Core's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+
+from trace_megatron.config import LossConfig, OptimizerConfig
+from trace_megatron.policy.forward import EdgeForward, EdgeScores, run_schedule
+from trace_megatron.policy.loss_step import StepSums, pack_loss, reduce_sums
+from trace_megatron.policy.parallel import Ranks
+from trace_megatron.policy.schedule import learning_rate
+from trace_megatron.types import TreeBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What one optimizer step did; the same on all ranks."""
+
+    sums: StepSums
+    grad_norm: float
+    """Before clipping."""
+    learning_rate: float
+
+
+class Trainer:
+    """Owns the parameters, their gradients and the optimizer's state of this rank."""
+
+    def __init__(
+        self,
+        model_chunks: Sequence[GPTModel],
+        forward: EdgeForward,
+        optimizer: OptimizerConfig,
+        loss: LossConfig,
+        total_steps: int,
+        ranks: Ranks,
+    ):
+        self.model_chunks = list(model_chunks)
+        self.step = 0
+        """Optimizer steps done."""
+        self._forward, self._optimizer_config, self._loss = forward, optimizer, loss
+        self._total_steps, self._ranks = total_steps, ranks
+        self._replicas = [_wrap(chunk, optimizer.distributed) for chunk in self.model_chunks]
+        self.optimizer = _build_optimizer(self._replicas, optimizer)
+        for chunk in self.model_chunks:
+            chunk.config.finalize_model_grads_func = finalize_model_grads
+
+    def train_step(self, batches: Sequence[TreeBatch]) -> Update:
+        """One optimizer step on this rank's micro-batches; all replicas bring equally many."""
+        sums = self.accumulate(batches)
+        rate = learning_rate(self.step, self._optimizer_config, self._total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        _, grad_norm, _ = self.optimizer.step()
+        self.step += 1
+        return Update(sums, float(grad_norm), rate)
+
+    def accumulate(self, batches: Sequence[TreeBatch]) -> StepSums:
+        """Put the gradient of the whole batch into ``main_grad``, reduced over replicas; return the statistics."""
+        for replica in self._replicas:
+            replica.zero_grad_buffer()
+            replica.train()
+        self.optimizer.zero_grad()
+
+        def evaluate(batch: TreeBatch, scores: EdgeScores) -> tuple[torch.Tensor, torch.Tensor, StepSums]:
+            loss, sums = pack_loss(batch, scores, self._loss)
+            # Megatron divides the gradient by the token count of all ranks. The weights are normalised over the whole
+            # batch already, so the counts must add up to one.
+            is_first = self._ranks.data_rank == 0 and batch is batches[0]
+            return loss, torch.tensor(int(is_first), dtype=torch.int, device=loss.device), sums
+
+        packs = run_schedule(self._replicas, batches, self._forward, evaluate, forward_only=False)
+        return reduce_sums(packs, self._ranks.reports, self._ranks.command_group)
+
+    def logprobs(self, batches: Sequence[TreeBatch]) -> list[torch.Tensor]:
+        """As ``pack_logprobs``, of the policy."""
+        return pack_logprobs(self._replicas, batches, self._forward)
+
+
+@torch.no_grad()
+def pack_logprobs(
+    model_chunks: Sequence[torch.nn.Module], batches: Sequence[TreeBatch], forward: EdgeForward
+) -> list[torch.Tensor]:
+    """[T] float32 per batch on the last stage, 0 at tokens that are not trained; nothing on the other stages."""
+
+    def evaluate(batch: TreeBatch, scores: EdgeScores) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logprobs = torch.zeros(batch.num_tokens)
+        logprobs[scores.positions.cpu()] = scores.logprobs.float().cpu()
+        nothing = scores.logprobs.new_zeros(())
+        return nothing, torch.zeros((), dtype=torch.int, device=nothing.device), logprobs
+
+    for chunk in model_chunks:
+        chunk.eval()
+    return run_schedule(model_chunks, batches, forward, evaluate, forward_only=True)
+
+
+def _wrap(chunk: GPTModel, distributed_optimizer: bool) -> DistributedDataParallel:
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=distributed_optimizer,
+        check_for_nan_in_grad=True,
+    )
+    return DistributedDataParallel(chunk.config, config, chunk)
+
+
+def _build_optimizer(replicas: Sequence[DistributedDataParallel], config: OptimizerConfig) -> MegatronOptimizer:
+    dtype = replicas[0].config.params_dtype
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.learning_rate,
+            min_lr=config.min_learning_rate,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=config.distributed,
+        ),
+        list(replicas),
+    )
+    for group in optimizer.param_groups:
+        # Norms and other vectors do not decay: Megatron marks their groups, and leaves the product to its scheduler.
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            _prepare_adamw(part.optimizer)
+    return optimizer
+
+
+def _prepare_adamw(optimizer: torch.optim.AdamW) -> None:
+    """Where Transformer Engine's and apex's Adam are missing Megatron takes torch's, and leaves two things to do."""
+    for group in optimizer.param_groups:
+        group["fused"] = True  # one pass over memory instead of a dozen
+        for parameter in group["params"]:
+            # Megatron's checkpoints expect moments from the start; torch would make them in the first step.
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
