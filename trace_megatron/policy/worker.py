@@ -1,0 +1,260 @@
+"""The policy as one object over all trainer ranks: rank 0 drives, the others repeat what it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trace_megatron.algorithm.pack import with_old_logprobs
+from trace_megatron.config import LossConfig, OptimizerConfig, PolicyConfig
+from trace_megatron.errors import UserError
+from trace_megatron.policy import checkpoint, parallel
+from trace_megatron.policy.broadcast import Command, receive_command, send_command
+from trace_megatron.policy.forward import EdgeForward
+from trace_megatron.policy.hf_config import read_hf_config
+from trace_megatron.policy.hf_weights import export_hf, hf_tensor_infos, iter_hf_weights, load_hf_weights
+from trace_megatron.policy.model import DTYPES, build_model
+from trace_megatron.policy.trainer import Trainer, Update, pack_logprobs
+from trace_megatron.types import TensorInfo, TrainStats, TreeBatch
+
+MicroBatches = Sequence[Sequence[TreeBatch]]
+"""[data_parallel][the same number of packs on every replica]."""
+
+
+class Policy:
+    """Built on every rank, with the same arguments. Then rank 0 calls the methods, and the others call ``serve``.
+
+    Under ``with`` the other ranks are told to stop at the end, whatever happened.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        optimizer: OptimizerConfig,
+        loss: LossConfig,
+        *,
+        temperature: float = 1.0,
+        total_steps: int = 1,
+        seed: int = 0,
+    ):
+        """Raises UserError for a model folder, a layout or a number of processes that do not fit."""
+        self._config, self._loss = policy, loss
+        self._optimizer_config = optimizer
+        self._hf = read_hf_config(policy.model)
+        self._ranks = parallel.initialize(policy, seed)
+        self._forward = EdgeForward(temperature, self._hf.vocab_size, self._ranks.device)
+        model = build_model(self._hf, policy)
+        load_hf_weights(model, policy.model, self._hf)
+        self._reference, self._reference_forward = None, None
+        if loss.kl_coef:
+            self._load_reference(loss.reference_model or policy.model)
+        self._trainer = Trainer(model, self._forward, optimizer, loss, total_steps, self._ranks)
+
+    @property
+    def is_driver(self) -> bool:
+        """True on rank 0, which calls the methods below; the other ranks call ``serve``."""
+        return self._ranks.is_driver
+
+    @property
+    def data_parallel_size(self) -> int:
+        return self._ranks.data_size
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, those before a resumed checkpoint included."""
+        return self._trainer.step
+
+    def __enter__(self) -> Policy:
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self.is_driver:
+            self.stop()
+
+    # What the driver calls.
+
+    def train_step(self, micro_batches: MicroBatches) -> TrainStats:
+        """One optimizer step; the packs' weights are normalised over the whole batch."""
+        self._check(micro_batches)
+        send_command(Command("train_step", micro_batches=micro_batches), self._ranks.command_group)
+        update = self._train_step(micro_batches)
+        real = [batch for row in micro_batches for batch in row if batch.num_unpacked_tokens]
+        return TrainStats(
+            loss=update.sums.total("loss"),
+            grad_norm=update.grad_norm,
+            learning_rate=update.learning_rate,
+            clip_share=update.sums.mean("clipped"),
+            ratio_mean=update.sums.mean("ratio"),
+            ratio_tail=float(update.sums.tail),
+            mismatch_kl=update.sums.mean("mismatch_kl"),
+            reference_kl=update.sums.mean("reference_kl"),
+            entropy=update.sums.mean("entropy"),
+            num_tokens=sum(batch.num_tokens for batch in real),
+            num_unpacked_tokens=sum(batch.num_unpacked_tokens for batch in real),
+        )
+
+    def logprobs(self, micro_batches: MicroBatches) -> list[list[torch.Tensor]]:
+        """[T] float32 per pack: logprob of every trained token at the sampling temperature, 0 elsewhere."""
+        self._check(micro_batches)
+        send_command(Command("logprobs", micro_batches=micro_batches), self._ranks.command_group)
+        return self._logprobs(micro_batches)
+
+    def reference_logprobs(self, micro_batches: MicroBatches) -> list[list[torch.Tensor]]:
+        """As ``logprobs``, of the frozen reference model. Raises ValueError unless ``loss.kl_coef`` asked for one."""
+        if self._reference is None:
+            raise ValueError("expected a reference model, found none: it is loaded where loss.kl_coef is not 0")
+        self._check(micro_batches)
+        send_command(Command("reference_logprobs", micro_batches=micro_batches), self._ranks.command_group)
+        return self._reference_logprobs(micro_batches)
+
+    def prepare(self, micro_batches: MicroBatches) -> list[list[TreeBatch]]:
+        """Fill in what the loss asks of the trainer: decoupled old logprobs, the reference's logprobs."""
+        prepared = [list(row) for row in micro_batches]
+        if self._loss.old_logprobs == "decoupled":
+            old = self.logprobs(prepared)
+            cap = self._loss.importance_cap
+            prepared = [
+                [with_old_logprobs(batch, values, cap) for batch, values in zip(*rows, strict=True)]
+                for rows in zip(prepared, old, strict=True)
+            ]
+        if self._reference is not None:
+            reference = self.reference_logprobs(prepared)
+            prepared = [
+                [replace(batch, reference_logprobs=values) for batch, values in zip(*rows, strict=True)]
+                for rows in zip(prepared, reference, strict=True)
+            ]
+        return prepared
+
+    def weights(self) -> tuple[list[TensorInfo], Iterator[tuple[str, torch.Tensor]]]:
+        """Every HF tensor's metadata, and an iterator of (name, whole tensor) in the same order.
+
+        The other ranks join when the first tensor is asked for, and gather to the last one even if the caller stops
+        early. A tensor may share memory with the model: copy what outlives the next step.
+        """
+        return hf_tensor_infos(self._hf, DTYPES[self._config.dtype]), self._iter_weights()
+
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """Write weights, optimizer state and step into ``folder``, which appears complete or not at all.
+
+        Raises UserError if it exists.
+        """
+        _refuse_existing(folder)
+        send_command(Command("save_checkpoint", {"folder": str(folder)}), self._ranks.command_group)
+        self._save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """Continue from ``save_checkpoint``. Raises UserError, with nothing changed, for what cannot be read here."""
+        checkpoint.check(folder, self._describe())
+        send_command(Command("load_checkpoint", {"folder": str(folder)}), self._ranks.command_group)
+        self._load_checkpoint(folder)
+
+    def export_hf(self, folder: str | Path) -> None:
+        """Write an HF folder that transformers and vLLM load. Raises UserError if it exists."""
+        _refuse_existing(folder)
+        send_command(Command("export_hf", {"folder": str(folder)}), self._ranks.command_group)
+        self._export_hf(folder)
+
+    def stop(self) -> None:
+        """End ``serve`` on the other ranks."""
+        send_command(Command("stop"), self._ranks.command_group)
+
+    # What the other ranks do.
+
+    def serve(self) -> None:
+        """Repeat the driver's calls until it says stop."""
+        while True:
+            command = receive_command(self._ranks.command_group)
+            match command.name:
+                case "train_step":
+                    self._train_step(command.micro_batches)
+                case "logprobs":
+                    self._logprobs(command.micro_batches)
+                case "reference_logprobs":
+                    self._reference_logprobs(command.micro_batches)
+                case "weights":
+                    for _ in iter_hf_weights(self._trainer.model_chunks, self._hf):
+                        pass
+                case "save_checkpoint":
+                    self._save_checkpoint(command.arguments["folder"])
+                case "load_checkpoint":
+                    self._load_checkpoint(command.arguments["folder"])
+                case "export_hf":
+                    self._export_hf(command.arguments["folder"])
+                case "stop":
+                    return
+                case name:
+                    raise AssertionError(f"no such command: {name}")
+
+    # What every rank does.
+
+    def _train_step(self, micro_batches: MicroBatches) -> Update:
+        return self._trainer.train_step(micro_batches[self._ranks.data_rank])
+
+    def _logprobs(self, micro_batches: MicroBatches) -> list[list[torch.Tensor]]:
+        return self._on_driver(micro_batches, self._trainer.logprobs(micro_batches[self._ranks.data_rank]))
+
+    def _reference_logprobs(self, micro_batches: MicroBatches) -> list[list[torch.Tensor]]:
+        mine = micro_batches[self._ranks.data_rank]
+        return self._on_driver(micro_batches, pack_logprobs(self._reference, mine, self._reference_forward))
+
+    def _on_driver(self, micro_batches: MicroBatches, mine: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Bring every replica's [T] tensors to the driver: each rank adds its own into one long vector of zeros."""
+        lengths = [[batch.num_tokens for batch in row] for row in micro_batches]
+        rows = [torch.zeros(sum(row)) for row in lengths]
+        if self._ranks.reports:
+            rows[self._ranks.data_rank] = torch.cat(mine)
+        everything = torch.cat(rows)
+        dist.reduce(everything, dst=0, group=self._ranks.command_group)
+        return [
+            list(row.split(sizes)) for row, sizes in zip(everything.split([*map(sum, lengths)]), lengths, strict=True)
+        ]
+
+    def _iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        send_command(Command("weights"), self._ranks.command_group)
+        weights = iter_hf_weights(self._trainer.model_chunks, self._hf)
+        try:
+            yield from weights
+        finally:
+            for _ in weights:
+                pass
+
+    def _save_checkpoint(self, folder: str | Path) -> None:
+        checkpoint.save(folder, self._trainer, self._describe())
+
+    def _load_checkpoint(self, folder: str | Path) -> None:
+        checkpoint.load(folder, self._trainer)
+
+    def _describe(self) -> dict[str, Any]:
+        return checkpoint.describe(self._hf, self._config, self._optimizer_config)
+
+    def _export_hf(self, folder: str | Path) -> None:
+        export_hf(self._trainer.model_chunks, self._hf, self._config.model, folder)
+
+    def _load_reference(self, folder: str) -> None:
+        hf = read_hf_config(folder)
+        self._reference = build_model(hf, self._config)
+        load_hf_weights(self._reference, folder, hf)
+        for chunk in self._reference:
+            chunk.requires_grad_(False)
+        self._reference_forward = replace(self._forward, vocab_size=hf.vocab_size)
+
+    def _check(self, micro_batches: MicroBatches) -> None:
+        counts = [len(row) for row in micro_batches]
+        if len(counts) != self.data_parallel_size or len(set(counts)) != 1 or counts[0] < 1:
+            raise ValueError(
+                f"expected {self.data_parallel_size} rows of equally many micro-batches, found rows of {counts}"
+            )
+        for batch in (batch for row in micro_batches for batch in row):
+            if batch.num_tokens < 1 or bool((batch.predecessor[batch.weight > 0] < 0).any()):
+                raise ValueError("expected packs of at least one token whose trained tokens have a predecessor")
+
+
+def _refuse_existing(folder: str | Path) -> None:
+    # Before the other ranks are told: an error that they all raised would end them.
+    if Path(folder).exists():
+        raise UserError(f"expected no folder at '{folder}', found one: remove it or choose another name")
