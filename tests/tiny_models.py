@@ -81,7 +81,7 @@ def write_tiny_model(
         initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=258,
-        pad_token_id=256,
+        pad_token_id=None,  # a padding row stays zero and gets no gradient in transformers
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -1,6 +1,7 @@
 """One of four ranks: every model at every layout against the logits and tensors of transformers.
 
-    model_ranks.py WORK     WORK/<model>/ is an HF folder, WORK/<model>.safetensors its tokens and logits
+    model_ranks.py WORK     WORK/<model>/ is an HF folder, WORK/<model>.safetensors its tokens, logits, the gradient of
+                            some loss by them ("upstream") and by every parameter ("grad." + its HF name)
 
 Writes WORK/result.<rank>.json: a list of findings, and WORK/export-<layout>/ of the model "qwen3-tied".
 """
@@ -30,6 +31,7 @@ from trace_megatron.policy.hf_weights import (  # noqa: E402
     load_hf_weights,
 )
 from trace_megatron.policy.model import build_model  # noqa: E402
+from trace_megatron.policy.names import from_shards, model_weights, named_parameters  # noqa: E402
 from trace_megatron.policy.tree_attention import TreeSequence  # noqa: E402
 
 LAYOUTS = {
@@ -60,14 +62,18 @@ def check(folder: Path, reference: dict[str, torch.Tensor], policy: PolicyConfig
     hf = read_hf_config(folder)
     chunks = build_model(hf, policy)
     load_hf_weights(chunks, folder, hf)
-    return check_logits(chunks, hf, reference) | check_round_trip(chunks, hf, load_file(folder / "model.safetensors"))
+    finding = check_logits(chunks, hf, reference)
+    finding |= check_round_trip(chunks, hf, load_file(folder / "model.safetensors"))
+    if policy.pipeline_parallel == 1:
+        finding |= check_gradients(chunks[0], hf, reference)
+    return finding
 
 
 def check_logits(chunks: list, hf: HFModelConfig, reference: dict[str, torch.Tensor]) -> dict:
     """The largest relative error, and the largest probability of a padded row, on the last stage."""
     tokens = reference["tokens"]
     length = tokens.shape[1]
-    tree = TreeSequence(torch.full((length,), length, dtype=torch.int32), torch.arange(length))
+    tree = chain(length)
 
     def step(_, model):
         return model(tokens, None, None, packed_seq_params=tree), lambda logits, non_loss_data: logits
@@ -96,6 +102,28 @@ def check_logits(chunks: list, hf: HFModelConfig, reference: dict[str, torch.Ten
     }
 
 
+def check_gradients(model: torch.nn.Module, hf: HFModelConfig, reference: dict[str, torch.Tensor]) -> dict:
+    """The HF tensor whose gradient is off most, and by how much of its largest entry."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    tokens, upstream = reference["tokens"], reference["upstream"]
+    upstream = torch.nn.functional.pad(upstream, (0, -upstream.shape[-1] % group.size()))
+    logits = model(tokens, None, None, packed_seq_params=chain(tokens.shape[1]))
+    logits.backward(upstream.chunk(group.size(), dim=-1)[group.rank()].contiguous())
+    parameters, errors = named_parameters([model]), []
+    for weight in model_weights(hf):
+        if weight.is_copy:
+            continue
+        grad = parameters[weight.megatron[0]].grad
+        shards = [torch.empty_like(grad) for _ in range(group.size())]
+        dist.all_gather(shards, grad, group=group)
+        if weight.megatron[0].endswith(("q_layernorm.weight", "k_layernorm.weight")):
+            shards = [sum(shards)]  # each rank saw its own heads; Megatron sums these after the backward pass
+        for name, found in zip(weight.hf, from_shards(weight, shards, hf), strict=True):
+            expected = reference[f"grad.{name}"]
+            errors.append((((found - expected).abs().max() / expected.abs().max()).item(), name))
+    return {"gradient_error": max(errors)}
+
+
 def check_round_trip(chunks: list, hf: HFModelConfig, source: dict[str, torch.Tensor]) -> dict:
     """Whether names, order, shapes, dtypes and bits come back on rank 0, and names alone on the others."""
     dtype = next(chunks[0].parameters()).dtype
@@ -121,6 +149,10 @@ def check_export(folder: Path, target: Path, policy: PolicyConfig) -> None:
     except UserError:
         return
     raise AssertionError("an existing folder was accepted")
+
+
+def chain(length: int) -> TreeSequence:
+    return TreeSequence(torch.full((length,), length, dtype=torch.int32), torch.arange(length))
 
 
 if __name__ == "__main__":

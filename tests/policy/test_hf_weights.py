@@ -64,12 +64,20 @@ def layouts(tmp_path_factory) -> Path:
     work = tmp_path_factory.mktemp("layouts")
     for index, (name, options) in enumerate(MODELS.items()):
         folder = write_tiny_model(work / name, seed=index, **options)
-        tokens = torch.randint(options["vocab"], (1, 48), generator=torch.Generator().manual_seed(index))
-        with torch.no_grad():
-            logits = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
-        save_file({"tokens": tokens, "logits": logits}, work / f"{name}.safetensors")
+        save_file(reference_pass(folder, options["vocab"]), work / f"{name}.safetensors")
     run_ranks(Path(__file__).with_name("model_ranks.py"), work, NUM_RANKS, timeout_s=240)
     return work
+
+
+def reference_pass(folder: Path, vocab_size: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(vocab_size, (1, 48), generator=generator)
+    upstream = torch.randn(1, 48, vocab_size, generator=generator)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    logits = model(tokens).logits
+    logits.backward(upstream)
+    gradients = {f"grad.{name}": parameter.grad for name, parameter in model.named_parameters()}
+    return {"tokens": tokens, "logits": logits.detach(), "upstream": upstream} | gradients
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +95,13 @@ def test_logits_equal_transformers_at_every_layout(findings):
     for finding in findings:
         tolerance = 0.03 if finding["layout"] == "bf16" else 1e-5
         assert finding["logits_error"] < tolerance, finding
+
+
+def test_gradients_equal_transformers_also_with_fewer_key_value_heads_than_ranks(findings):
+    checked = [finding for finding in findings if "gradient_error" in finding]
+    assert {finding["layout"] for finding in checked} == {"tp2", "tp4"}
+    for finding in checked:
+        assert finding["gradient_error"][0] < 1e-4, finding
 
 
 def test_padded_rows_never_receive_probability(findings):
