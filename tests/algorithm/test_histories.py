@@ -44,6 +44,15 @@ def test_hidden_states_equal_each_history_alone(limit):
     assert limit is not None or len(batches) == 1
 
 
+def test_a_cut_repeats_what_later_anchors_need():
+    """Prompt of 3 tokens, turns of 1, at most 6: after a cut an anchor brings its whole path along again."""
+    tree = outcome_tree(*[(ROOT, 3, 0.0)] * 3)
+    anchors = [Anchor(0, 1), Anchor(1, 1), Anchor(2, 1), Anchor(0, 2), Anchor(1, 2)]
+    batches = pack_histories([(tree, anchors)], 6)
+    assert [batch.num_tokens for batch in batches] == [6, 5, 5]
+    assert [batch.anchor_index.tolist() for batch in batches] == [[3, 4, 5], [4], [4]]
+
+
 def test_inherited_names_and_unknown_anchors():
     tree = outcome_tree((ROOT, 3, 0.0), (Anchor(0, 1), 2, 1.0))
     (batch,) = pack_histories([(tree, [Anchor(0, 1), Anchor(1, 1), Anchor(1, 2)])])

@@ -167,6 +167,8 @@ def test_treepo_by_hand():
     assert selector.num_candidates == 256 and selector.prefix_budget(4) == 8
     assert roots(selector, view_of([0.5] * 256)).tolist() == [4] * 256
     view = example_prefixes()
+    lone = [tuple(prefixes(selector, view, 1, seed)) for seed in range(40)]
+    assert {plan[2] for plan in lone} == {0, 1}  # what does not divide goes to either rollout
     totals = np.zeros(3)
     for seed in range(400):
         counts = prefixes(selector, view, 6, seed)

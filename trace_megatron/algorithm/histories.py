@@ -70,9 +70,10 @@ def _assemble(group: Sequence[tuple[TreeStructure, list[tuple[int, ...]]]]) -> H
     for structure, paths in group:
         last_position = layout.add(structure, preorder(structure, {node for path in paths for node in path}))
         index += [last_position[path[-1]] for path in paths]
+    laid_out = layout.tensors()
     return HistoryBatch(
-        tokens=torch.tensor(layout.tokens, dtype=torch.int64),
-        position_ids=torch.tensor(layout.position_ids, dtype=torch.int64),
-        subtree_end=torch.tensor(layout.subtree_end, dtype=torch.int32),
+        tokens=laid_out.tokens,
+        position_ids=laid_out.position_ids,
+        subtree_end=laid_out.subtree_end,
         anchor_index=torch.tensor(index, dtype=torch.int64),
     )

@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
-from trace_megatron.algorithm.tree import TreeStructure, node_ids
+import numpy as np
+import torch
+
+from trace_megatron.algorithm.tree import TreeStructure, node_ids, node_size
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """The vectors of a forest of T tokens."""
+
+    tokens: torch.Tensor
+    """[T] int64."""
+    position_ids: torch.Tensor
+    """[T] int64, depth on the path, 0 at a root's first token."""
+    subtree_end: torch.Tensor
+    """[T] int32, one past the last token below the token's node: i sees j if and only if j <= i < subtree_end[j]."""
+    predecessor: torch.Tensor
+    """[T] int32, position that predicts the token: at a fork, the parent node's last; -1 at a root's first token."""
 
 
 def preorder(structure: TreeStructure, nodes: Collection[int]) -> tuple[int, ...]:
@@ -20,37 +38,43 @@ def preorder(structure: TreeStructure, nodes: Collection[int]) -> tuple[int, ...
 
 
 class Layout:
-    """Trees laid out one after the other; the lists are per token."""
+    """Trees laid out one after the other."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self.position_ids: list[int] = []
-        """Depth on the path, 0 at a root's first token."""
-        self.subtree_end: list[int] = []
-        """One past the last token below the token's node: i sees j if and only if j <= i < subtree_end[j]."""
-        self.predecessor: list[int] = []
-        """Position whose hidden state predicts the token: at a fork, the parent node's last; -1 at a root's first."""
+        self._num_tokens = 0
+        self._columns: tuple[list[np.ndarray], ...] = ([], [], [], [])
 
     def add(self, structure: TreeStructure, nodes: Collection[int]) -> dict[int, int]:
         """Append ``nodes`` of a tree, given in preorder and closed under parents; returns each node's last position."""
-        last_position = {-1: -1}
-        spans: dict[int, tuple[int, int]] = {}
+        ends, last_position, depth_below = {}, {-1: -1}, {-1: 0}
+        starts = {}
         for node in nodes:
-            ids = node_ids(structure, node)
-            start = len(self.tokens)
-            before = last_position[structure.parents[node]]
-            depth = self.position_ids[before] + 1 if before >= 0 else 0
-            self.tokens += ids
-            self.position_ids += range(depth, depth + len(ids))
-            self.predecessor += [before, *range(start, start + len(ids) - 1)]
-            last_position[node] = start + len(ids) - 1
-            spans[node] = (start, start + len(ids))
-        ends = {node: end for node, (_, end) in spans.items()}
+            starts[node] = self._num_tokens
+            self._num_tokens += node_size(structure, node)
+            ends[node] = self._num_tokens
         for node in reversed(list(nodes)):
             parent = structure.parents[node]
             if parent >= 0:
                 ends[parent] = max(ends[parent], ends[node])
-        for node, (start, end) in spans.items():  # insertion order is token order
-            self.subtree_end += [ends[node]] * (end - start)
+        tokens, position_ids, subtree_end, predecessor = self._columns
+        for node, start in starts.items():
+            size, parent = node_size(structure, node), structure.parents[node]
+            tokens.append(np.array(node_ids(structure, node), dtype=np.int64))
+            position_ids.append(np.arange(depth_below[parent], depth_below[parent] + size))
+            subtree_end.append(np.full(size, ends[node], dtype=np.int32))
+            previous = np.arange(start - 1, start + size - 1, dtype=np.int32)
+            previous[0] = last_position[parent]
+            predecessor.append(previous)
+            last_position[node] = start + size - 1
+            depth_below[node] = depth_below[parent] + size
         del last_position[-1]
         return last_position
+
+    def tensors(self) -> LaidOut:
+        dtypes = (np.int64, np.int64, np.int32, np.int32)
+        return LaidOut(
+            *(
+                torch.from_numpy(np.concatenate(column) if column else np.empty(0, dtype))
+                for column, dtype in zip(self._columns, dtypes, strict=True)
+            )
+        )

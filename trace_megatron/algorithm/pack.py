@@ -244,12 +244,13 @@ def _assemble(pieces: Sequence[_Piece]) -> TreeBatch:
 
 
 def _build(layout: Layout, masses: np.ndarray, logprobs: np.ndarray, num_unpacked_tokens: int) -> TreeBatch:
+    laid_out = layout.tensors()
     rollout_logprobs = torch.from_numpy(logprobs)
     return TreeBatch(
-        tokens=torch.tensor(layout.tokens, dtype=torch.int64),
-        position_ids=torch.tensor(layout.position_ids, dtype=torch.int64),
-        subtree_end=torch.tensor(layout.subtree_end, dtype=torch.int32),
-        predecessor=torch.tensor(layout.predecessor, dtype=torch.int32),
+        tokens=laid_out.tokens,
+        position_ids=laid_out.position_ids,
+        subtree_end=laid_out.subtree_end,
+        predecessor=laid_out.predecessor,
         positive_mass=torch.from_numpy(masses[0].copy()),
         negative_mass=torch.from_numpy(masses[1].copy()),
         weight=torch.from_numpy(masses[2].copy()),

@@ -91,8 +91,11 @@ def node_ids(structure: TreeStructure, node: int) -> tuple[int, ...]:
 
 
 def node_size(structure: TreeStructure, node: int) -> int:
-    """Tokens of a node."""
-    return len(node_ids(structure, node))
+    """``len(node_ids(structure, node))``."""
+    turn = structure.turns[node]
+    if turn is None:
+        return len(structure.tree.prompt.token_ids)
+    return len(turn.action_ids) + (len(turn.observation_ids) if structure.children[node] else 0)
 
 
 def history_path(structure: TreeStructure, anchor: Anchor) -> tuple[int, ...]:
