@@ -139,10 +139,14 @@ def check_round_trip(chunks: list, hf: HFModelConfig, source: dict[str, torch.Te
 
 
 def check_export(folder: Path, target: Path, policy: PolicyConfig) -> None:
-    """Every rank must come back from an export, and from one that is refused."""
+    """Every rank must come back from an export, from one that fails on rank 0 and from one that is refused."""
     hf = read_hf_config(folder)
     chunks = build_model(hf, policy)
     load_hf_weights(chunks, folder, hf)
+    try:
+        export_hf(chunks, hf, folder / "missing", target)
+    except OSError:
+        assert dist.get_rank() == 0
     export_hf(chunks, hf, folder, target)
     try:
         export_hf(chunks, hf, folder, target)

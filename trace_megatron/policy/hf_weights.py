@@ -112,6 +112,7 @@ def export_hf(
         os.rename(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        collections.deque(stream, maxlen=0)  # after a failure the other ranks still wait to send
 
 
 def _exported(hf: HFModelConfig) -> list[Weight]:
