@@ -26,7 +26,7 @@ TASKS = {"letter_counting": {"min_words": 1, "max_words": 3}}  # answers are mos
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
     """A tiny policy that answers in the asked form, with a digit at random: some answers are right, some are not."""
-    folder = write_tiny_model(tmp_path_factory.mktemp("policy") / "model", family="qwen3", tied=False)
+    folder = write_tiny_model(tmp_path_factory.mktemp("policy") / "model", family="qwen3", tied=False, head_dim=32)
     renderer = ChatRenderer.from_folder(folder)
     environment = build_environment(EnvConfig(params={"tasks": TASKS}))
     stop = renderer.stop_token_ids[0]
@@ -175,7 +175,7 @@ def test_an_existing_run_is_not_overwritten(runs, tmp_path, policy):
 
 
 def test_a_checkpoint_of_another_shape_is_refused(runs, tmp_path, policy):
-    other = write_tiny_model(tmp_path / "other", family="qwen3", tied=False, ffn=128)
+    other = write_tiny_model(tmp_path / "other", family="qwen3", tied=False, head_dim=32, ffn=128)
     shutil.copytree(runs[0], tmp_path / "run")
     config = write_config(tmp_path, other, predictor={"kind": "constant"}, policy={"pipeline_parallel": 1})
     before = (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trace_megatron.config import Config, load_config
+from trace_megatron.config import load_config
 from trace_megatron.errors import UserError
+from trace_megatron.launch.local import run_ranks
 from trace_megatron.log import say
+from trace_megatron.run_folder import RunFolder
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -29,10 +32,23 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
 ) -> None:
-    """Train a policy."""
-    from trace_megatron.train import launch_training  # torch and vLLM load only where a command needs them
+    """Train a policy: one process per rank, started here or by torchrun."""
+    from trace_megatron.checks import check_config  # heavy imports only where a command needs them
 
-    sys.exit(launch_training(load_config(config, overrides or []), resume))
+    resolved = load_config(config, overrides or [])
+    check_config(resolved)
+    folder = RunFolder.of(resolved)
+    under_torchrun = "RANK" in os.environ
+    if not under_torchrun or os.environ["RANK"] == "0":
+        folder.prepare(resolved, resume)
+    arguments = [str(folder.root), *(["--resume"] if resume else [])]
+    if under_torchrun:
+        from trace_megatron.train import run_rank
+
+        sys.exit(run_rank(arguments))
+    policy = resolved.policy
+    num_ranks = policy.tensor_parallel * policy.pipeline_parallel * policy.data_parallel
+    sys.exit(run_ranks([sys.executable, "-m", "trace_megatron.train", *arguments], num_ranks))
 
 
 @app.command("eval")
@@ -51,8 +67,6 @@ def main() -> None:
         say(f"error: {error}")
         sys.exit(2)
 
-
-__all__ = ["Config", "main"]
 
 if __name__ == "__main__":
     main()

@@ -22,10 +22,15 @@ from trace_megatron.metrics import StepMetrics, Stopwatch
 from trace_megatron.policy.worker import Policy
 from trace_megatron.predictor import Predictor, PredictorDiagnostics, predictor_diagnostics
 from trace_megatron.rollout.collector import Collector
+from trace_megatron.rollout.engine import SamplingSettings
 from trace_megatron.rollout.prompts import PromptSource
 from trace_megatron.sampling import Sampling
 from trace_megatron.types import Prompt, RolloutTree
-from trace_megatron.weight_sync.push import WeightSync
+from trace_megatron.validate import score_completions
+from trace_megatron.weight_sync.push import SyncStats, WeightSync
+from trace_megatron.weight_sync.verify import LogprobDifference, verify
+
+VERIFIED_PROMPTS, VERIFIED_TOKENS = 8, 16  # a comparison of engine and trainer: a second or two
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ def run_step(parts: Parts, step: int) -> tuple[StepMetrics, list[RolloutTree]]:
         predictor_stats = predictor.update(trees, config.predictor.target_mode)
     parts.history.observe(trees)
     with clock("weight_sync"):
-        sync_stats = parts.loop.run(parts.weight_sync.push(*policy.weights(), version=step))
+        sync_stats, engine_difference = push_weights(parts, version=step)
 
     return StepMetrics(
         step=step,
@@ -84,9 +89,29 @@ def run_step(parts: Parts, step: int) -> tuple[StepMetrics, list[RolloutTree]]:
             "predictor": predictor_stats,
             "calibration": _calibration(candidates, root_probs_P, trees),
             "sync": sync_stats,
+            "verify": engine_difference or {},
         },
         seconds=clock.seconds,
     ), trees
+
+
+def push_weights(parts: Parts, version: int) -> tuple[SyncStats, LogprobDifference | None]:
+    """Give the engine the trainer's weights; on the first push, and when asked, compare the logprobs of both.
+
+    Raises WeightSyncError: the engine never samples from weights that are not the trainer's.
+    """
+    stats = parts.loop.run(parts.weight_sync.push(*parts.policy.weights(), version=version))
+    if not parts.weight_sync.verify_due:
+        return stats, None
+    rollout, sampling = parts.config.rollout, parts.sampling
+    difference = verify(
+        sampling.engine,
+        lambda pairs: score_completions(parts.policy, pairs),
+        [prompt.token_ids for prompt in sampling.prompts("train").next(VERIFIED_PROMPTS)],
+        SamplingSettings(rollout.temperature, rollout.top_p, VERIFIED_TOKENS, sampling.renderer.stop_token_ids),
+        parts.weight_sync.tolerance,
+    )
+    return stats, parts.loop.run(difference)
 
 
 def _calibration(

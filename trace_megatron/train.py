@@ -1,10 +1,9 @@
-"""`trace-megatron train`: check the input, start the ranks, and drive the steps on rank 0."""
+"""One rank of `trace-megatron train`: all build the policy, rank 0 drives the steps."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 import sys
 import time
@@ -13,10 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trace_megatron.algorithm.selectors import PromptHistory, build_selector
-from trace_megatron.checks import check_config
 from trace_megatron.config import Config, load_config
 from trace_megatron.errors import RolloutError, UserError, WeightSyncError
-from trace_megatron.launch.local import run_ranks
 from trace_megatron.log import progress, say
 from trace_megatron.metrics import MetricsWriter, StepMetrics, read_lines
 from trace_megatron.policy.worker import Policy
@@ -26,23 +23,9 @@ from trace_megatron.rollout.collector import Collector
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.run_folder import RunFolder, read_state
 from trace_megatron.sampling import max_model_len, open_sampling
-from trace_megatron.step import Parts, run_step
+from trace_megatron.step import Parts, push_weights, run_step
 from trace_megatron.tree_files import write_trees
-from trace_megatron.validate import score_completions
 from trace_megatron.weight_sync.push import WeightSync
-
-
-def launch_training(config: Config, resume: bool) -> int:
-    """Train in this process, or in one process per rank; returns the exit code. Raises UserError on bad input."""
-    check_config(config)
-    folder = RunFolder.of(config)
-    if int(os.environ.get("RANK", 0)) == 0:
-        folder.prepare(config, resume)
-    command = [str(folder.root), *(["--resume"] if resume else [])]
-    num_ranks = config.policy.tensor_parallel * config.policy.pipeline_parallel * config.policy.data_parallel
-    if num_ranks == 1 or "RANK" in os.environ:  # torchrun started the ranks
-        return run_rank(command)
-    return run_ranks([sys.executable, "-m", "trace_megatron.train", *command], num_ranks)
 
 
 def run_rank(arguments: list[str]) -> int:
@@ -87,8 +70,8 @@ def drive(parts: Parts, folder: RunFolder, resume: bool) -> None:
         first_step = _restore(parts, checkpoint) + 1
         say(f"resumed after step {first_step - 1} from {checkpoint}")
     # The engine read its weights from disk. Now it gets the trainer's, and they are compared before a step is spent.
-    sync = parts.loop.run(parts.weight_sync.push(*parts.policy.weights(), version=first_step - 1))
-    say(f"engine and trainer agree: largest logprob difference {sync.verified_max_difference:.1e}")
+    sync, difference = push_weights(parts, version=first_step - 1)
+    say(f"weights pushed in {sync.seconds:.1f} s; engine and trainer agree to {difference.max:.1e} in logprob")
     writer = MetricsWriter(folder.root, first_step)
     try:
         for step in range(first_step, config.run.steps + 1):
@@ -130,7 +113,7 @@ def _build_parts(config: Config, policy: Policy) -> Iterator[Parts]:
                 max_model_len(config),
             ),
             policy=policy,
-            weight_sync=WeightSync(sampling.engine, config.sync, lambda pairs: score_completions(policy, pairs)),
+            weight_sync=WeightSync(sampling.engine, config.sync),
             sampling=sampling,
             loop=loop,
         )

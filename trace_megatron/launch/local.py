@@ -47,6 +47,7 @@ def _environment(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
         **{name: str(value) for name, value in ranks.items()},
         "TRACE_RENDEZVOUS_FILE": os.path.join(folder, "rendezvous"),
         "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
     }
 
 

@@ -1,0 +1,9 @@
+"""The policy that is trained: Megatron-Core under one object."""
+
+import warnings
+
+import torch
+
+if not torch.cuda.is_available():
+    # Six times at every start; on a CPU there is nothing to install.
+    warnings.filterwarnings("ignore", message=r".*(Transformer Engine|Apex)")
