@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-_ROWS = 512  # rows per block: the only dense scores that ever exist are [H, _ROWS, J]
+_ROWS = 128  # per block; the only dense scores that ever exist are [H, _ROWS, J]
 
 
 def check_subtree_end(subtree_end: torch.Tensor, num_tokens: int) -> None:
@@ -80,32 +80,27 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, subtree_end, scale):
         out = torch.empty_like(q)
-        lse = torch.empty(q.size(1), q.size(0), dtype=_compute_dtype(q), device=q.device)
         qg, kg, vg = _by_group(q, k.size(1)), _by_group(k, k.size(1)), _by_group(v, k.size(1))
         for rows, keys, hidden in _blocks(subtree_end):
-            scores = _scores(qg[:, :, rows], kg[:, :, keys], hidden, scale)
-            block_lse = torch.logsumexp(scores, -1, keepdim=True)
-            probs = torch.exp(scores - block_lse)
+            probs = _probs(qg[:, :, rows], kg[:, :, keys], hidden, scale)
             out[rows] = _by_token(probs @ vg[:, :, keys].to(probs.dtype)).to(q.dtype)
-            lse[:, rows] = block_lse.flatten(0, 1).squeeze(-1)
-        ctx.save_for_backward(q, k, v, subtree_end, out, lse)
+        ctx.save_for_backward(q, k, v, subtree_end, out)
         ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
-        q, k, v, subtree_end, out, lse = ctx.saved_tensors
+        q, k, v, subtree_end, out = ctx.saved_tensors
         groups, dtype = k.size(1), _compute_dtype(q)
         qg, kg, vg, dog = (_by_group(x, groups) for x in (q, k, v, grad_out))
         delta = _by_group((grad_out.to(dtype) * out.to(dtype)).sum(-1, keepdim=True), groups)
-        lse = lse.unflatten(0, (groups, -1)).unsqueeze(-1)
         grad_q = torch.empty_like(q)
         grad_k = torch.zeros(groups, k.size(0), k.size(2), dtype=dtype, device=k.device)
         grad_v = torch.zeros_like(grad_k)
         for rows, keys, hidden in _blocks(subtree_end):
             q_block, k_block = qg[:, :, rows].to(dtype), kg[:, :, keys].to(dtype)
             v_block, do_block = vg[:, :, keys].to(dtype), dog[:, :, rows].to(dtype)
-            probs = torch.exp(_scores(q_block, k_block, hidden, ctx.scale) - lse[:, :, rows])
+            probs = _probs(q_block, k_block, hidden, ctx.scale)
             grad_scores = probs * (do_block @ v_block.transpose(-1, -2) - delta[:, :, rows]) * ctx.scale
             grad_q[rows] = _by_token(grad_scores @ k_block).to(q.dtype)
             grad_k.index_add_(1, keys, (grad_scores.transpose(-1, -2) @ q_block).sum(1))
@@ -127,11 +122,11 @@ def _by_token(x: torch.Tensor) -> torch.Tensor:
     return x.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, scale: float) -> torch.Tensor:
-    """[G, R, B, D] x [G, 1, J, D] -> masked scores [G, R, B, J] in the compute dtype."""
+def _probs(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, scale: float) -> torch.Tensor:
+    """[G, R, B, D] x [G, 1, J, D] -> attention weights [G, R, B, J] in the compute dtype."""
     dtype = _compute_dtype(q)
     scores = (q.to(dtype) * scale) @ k.to(dtype).transpose(-1, -2)
-    return scores.masked_fill_(hidden, float("-inf"))
+    return torch.softmax(scores.masked_fill_(hidden, float("-inf")), -1)
 
 
 def _blocks(subtree_end: torch.Tensor):
