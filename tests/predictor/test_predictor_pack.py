@@ -63,8 +63,22 @@ def test_a_pack_by_hand():
     assert dict(zip(batch.rows.tolist(), batch.last_positions.tolist(), strict=True)) == {0: 6, 1: 4, 2: 1, 3: 2}
 
 
+def test_shared_beginnings_are_found_whatever_the_ids():
+    """Ids of one to three bytes: neighbours in the pack must be those that share most."""
+    rng = np.random.default_rng(0)
+    ids = [7, 255, 256, 65_535, 65_536, 150_000]
+    prompts = [make_prompt(rng.choice(ids, rng.integers(1, 7)).tolist(), str(index)) for index in range(300)]
+    (batch,) = pack_histories([(RolloutTree(prompt, ()), [ROOT]) for prompt in prompts], 10_000)
+    beginnings = {prompt.token_ids[: size + 1] for prompt in prompts for size in range(len(prompt.token_ids))}
+    assert batch.num_tokens == len(beginnings)
+    histories = visible_histories(batch)
+    assert [histories[row] for row in range(300)] == [list(prompt.token_ids) for prompt in prompts]
+
+
 def test_histories_that_nobody_visited_are_refused():
     tree = RolloutTree(make_prompt([1, 2]), (make_rollout([make_turn([3])], 0.0),))
     with pytest.raises(ValueError, match="expected a visited history"):
         pack_histories([(tree, [Anchor(0, 2)])], 100)
+    with pytest.raises(ValueError, match="expected at least one token"):
+        pack_histories([(RolloutTree(make_prompt([]), ()), [ROOT])], 100)
     assert pack_histories([], 100) == pack_histories([(tree, [])], 100) == []

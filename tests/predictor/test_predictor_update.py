@@ -190,6 +190,14 @@ def test_updates_depend_on_seed_and_number_alone(tiny_llama):
     assert losses(0) == losses(0) != losses(1)
 
 
+def test_every_update_draws_anew(tiny_llama):
+    config = PredictorConfig(kind="model", model=str(tiny_llama), dtype="float32", learning_rate=1e-12)
+    predictor = build_predictor(config, seed=0)
+    trees = random_trees(6, 10)
+    losses = [predictor.update(trees, "leaf_mean").loss_after for _ in range(4)]
+    assert len({round(loss, 6) for loss in losses}) > 1  # the weights stand still: other prefixes, another loss
+
+
 def test_nothing_to_learn_from(tiny_llama):
     predictor = build_predictor(PredictorConfig(kind="model", model=str(tiny_llama)), seed=0)
     prompts = [tree.prompt for tree in random_trees(0, 3)]

@@ -61,7 +61,7 @@ def pack_histories(requests: Sequence[Request], tokens_per_batch: int) -> list[H
     A batch holds at most ``tokens_per_batch`` tokens, except that a single longer path gets a batch of its own.
     Raises ValueError where a tree has no such history.
     """
-    paths = sorted(_paths(requests), key=lambda path: path.token_ids.tolist())
+    paths = sorted(_paths(requests), key=lambda path: path.token_ids.astype(">u4").tobytes())  # ordered as the ids are
     batches: list[HistoryBatch] = []
     group: list[_Path] = []
     load = 0
@@ -79,6 +79,8 @@ def _paths(requests: Sequence[Request]) -> list[_Path]:
     paths = []
     row = itertools.count()
     for tree, anchors in requests:
+        if not tree.prompt.token_ids:
+            raise ValueError(f"prompt {tree.prompt.prompt_id}: expected at least one token, found none")
         marks: dict[int, list[tuple[int, int]]] = {}
         for anchor in anchors:
             marks.setdefault(anchor.rollout, []).append((anchor.turn, next(row)))
