@@ -1,8 +1,8 @@
-"""Weights, optimizer state and step of the policy, through Megatron's distributed checkpointing.
+"""Weights, optimizer state and step of the policy in a folder that another TP x PP x DP can load as well.
 
-A folder holds safetensors of every rank, the optimizer's numbers that are no tensors (``common.pt``, which torch reads
-with its safe subset of pickle), and ``policy.json``, written last, which says what the checkpoint is of. It can be
-loaded at another TP x PP x DP. There is no random state to keep: no part of a policy step draws random numbers.
+A folder holds safetensors of every rank and ``policy.json``, written last, which says what the checkpoint is of.
+Learning rate and other settings come from the configuration of the run that loads it. There is no random state to
+keep: no part of a policy step draws random numbers.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
 
-from trace_megatron.config import OptimizerConfig, PolicyConfig
+from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
 from trace_megatron.policy.hf_config import HFModelConfig
-from trace_megatron.policy.sharded_files import SafetensorsLoad, SafetensorsSave
+from trace_megatron.policy.optimizer import gather_state, restore_state, restore_step, state_names
+from trace_megatron.policy.sharded_files import read_shards, write_shards
 from trace_megatron.policy.trainer import Trainer
 
 _FORMAT = 1
 _DESCRIPTION = "policy.json"
-# Optimizer state by parameter, whatever the ranks: the one layout of the distributed optimizer that can be resharded.
-_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
 def save(folder: str | Path, trainer: Trainer, description: dict[str, Any]) -> None:
@@ -38,33 +37,43 @@ def save(folder: str | Path, trainer: Trainer, description: dict[str, Any]) -> N
         shutil.rmtree(partial, ignore_errors=True)  # of a run that died while it saved
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(trainer, is_loading=False), str(partial), sharded_strategy=SafetensorsSave())
+    state = {}
+    for name, place in _places(trainer).items():
+        state[name] = place
+        for kind, values in gather_state(trainer.optimizer, place.data).items():
+            state[f"{name}/{kind}"] = _of_optimizer(place, kind, values)
+    write_shards(state, partial)
     dist.barrier()
     if dist.get_rank() == 0:
         files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-        (partial / _DESCRIPTION).write_text(json.dumps({**description, "files": files}, indent=1))
+        text = json.dumps({**description, "step": trainer.step, "files": files}, indent=1)
+        (partial / _DESCRIPTION).write_text(text)
         os.rename(partial, folder)
     dist.barrier()
 
 
+@torch.no_grad()
 def load(folder: str | Path, trainer: Trainer) -> None:
-    """Collective over all ranks, after ``check``: restore what ``save`` wrote."""
-    state = dist_checkpointing.load(_state(trainer, is_loading=True), str(folder), sharded_strategy=SafetensorsLoad())
-    for index, chunk in enumerate(trainer.model_chunks):
-        chunk.load_state_dict(state[f"model{index}"], strict=False)
-    trainer.step = state["step"]
-    _load_optimizer(trainer, state["optimizer"])
+    """On every rank, after ``check``: restore what ``save`` wrote."""
+    places, state = _places(trainer), {}
+    for name, place in places.items():
+        state[name] = place
+        for kind in state_names(place.data):
+            empty = torch.empty(place.data.shape, device="meta")
+            state[f"{name}/{kind}"] = _of_optimizer(place, kind, empty)
+    loaded = read_shards(state, Path(folder))
+    for name, place in places.items():
+        place.data.copy_(loaded[name])
+        kinds = state_names(place.data)
+        restore_state(trainer.optimizer, place.data, {kind: loaded[f"{name}/{kind}"] for kind in kinds})
+    trainer.step = json.loads((Path(folder) / _DESCRIPTION).read_text())["step"]
+    restore_step(trainer.optimizer, trainer.step)
 
 
-def describe(hf: HFModelConfig, policy: PolicyConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+def describe(hf: HFModelConfig, policy: PolicyConfig) -> dict[str, Any]:
     """What a checkpoint must agree on to be loaded; JSON values."""
     model = {name: value for name, value in asdict(hf).items() if name not in ("dtype", "max_positions")}
-    return {
-        "format": _FORMAT,
-        "model": json.loads(json.dumps(model)),
-        "dtype": policy.dtype,
-        "distributed_optimizer": optimizer.distributed,
-    }
+    return {"format": _FORMAT, "model": json.loads(json.dumps(model)), "dtype": policy.dtype}
 
 
 def check(folder: str | Path, expected: dict[str, Any]) -> None:
@@ -79,6 +88,7 @@ def check(folder: str | Path, expected: dict[str, Any]) -> None:
         found = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"expected JSON in '{path}', found: {error}: choose another checkpoint") from error
+    found = found if isinstance(found, dict) else {}
     for name, value in _flat(expected).items():
         other = _flat(found).get(name)
         if other != value:
@@ -92,34 +102,20 @@ def check(folder: str | Path, expected: dict[str, Any]) -> None:
             raise UserError(f"expected '{file}' of {size} bytes, found it missing or cut: choose another checkpoint")
 
 
-def _state(trainer: Trainer, is_loading: bool) -> dict[str, Any]:
-    """Megatron's description of this rank's part of every global tensor."""
-    state: dict[str, Any] = {"step": trainer.step}
-    sharded = [chunk.sharded_state_dict() for chunk in trainer.model_chunks]
-    state["optimizer"] = trainer.optimizer.sharded_state_dict(
-        {f"model{index}": chunk for index, chunk in enumerate(sharded)}, is_loading=is_loading, metadata=_SHARDING
-    )
-    for index, chunk in enumerate(sharded):
-        # FP8 state of Transformer Engine's layers: empty at our dtypes, and stored as pickles.
-        state[f"model{index}"] = {name: value for name, value in chunk.items() if not name.endswith("_extra_state")}
-    return state
+def _places(trainer: Trainer) -> dict[str, Any]:
+    """Megatron's description of where each parameter of this rank (``data``) lies in a global tensor (``key``)."""
+    return {
+        f"{index}.{name}": place
+        for index, chunk in enumerate(trainer.model_chunks)
+        for name, place in chunk.sharded_state_dict().items()
+        if isinstance(place.data, torch.nn.Parameter)  # the rest is FP8 state of Transformer Engine, empty here
+    }
 
 
-def _load_optimizer(trainer: Trainer, state: dict[str, Any]) -> None:
-    """Megatron's own way, but for the step count that torch's AdamW keeps beside every parameter's moments."""
-    (optimizer,) = trainer.optimizer.chained_optimizers
-    by_parameter = state.pop("param_state", None)  # of the distributed optimizer alone
-    optimizer.load_state_dict(state)
-    moments = [values for values in optimizer.optimizer.state.values() if "step" in values]
-    if by_parameter is not None:
-        # Megatron would look for the count among the stored tensors, where it leaves it out.
-        steps = [values.pop("step") for values in moments]
-        optimizer.load_parameter_state_from_fully_reshardable(by_parameter)
-        for values, step in zip(moments, steps, strict=True):
-            values["step"] = step
-    for values in moments:
-        # Megatron hands one tensor to all parameters, and each of them would count it up.
-        values["step"] = torch.full_like(values["step"], trainer.step)
+def _of_optimizer(place: Any, kind: str, values: torch.Tensor) -> Any:
+    """Optimizer state lies where its parameter does; a fused parameter is cut by the same factory."""
+    dtype = {"dtype": values.dtype} if isinstance(place, ShardedTensor) else {}
+    return replace(place, key=f"optimizer.{kind}.{place.key}", data=values, **dtype)
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 
 from trace_megatron.config import LossConfig, OptimizerConfig
 from trace_megatron.policy.forward import EdgeForward, EdgeScores, run_schedule
 from trace_megatron.policy.loss_step import StepSums, pack_loss, reduce_sums
+from trace_megatron.policy.optimizer import build_optimizer
 from trace_megatron.policy.parallel import Ranks
 from trace_megatron.policy.schedule import learning_rate
 from trace_megatron.types import TreeBatch
@@ -47,7 +46,7 @@ class Trainer:
         self._forward, self._optimizer_config, self._loss = forward, optimizer, loss
         self._total_steps, self._ranks = total_steps, ranks
         self._replicas = [_wrap(chunk, optimizer.distributed) for chunk in self.model_chunks]
-        self.optimizer = _build_optimizer(self._replicas, optimizer)
+        self.optimizer = build_optimizer(self._replicas, optimizer)
         for chunk in self.model_chunks:
             chunk.config.finalize_model_grads_func = finalize_model_grads
 
@@ -107,42 +106,3 @@ def _wrap(chunk: GPTModel, distributed_optimizer: bool) -> DistributedDataParall
         check_for_nan_in_grad=True,
     )
     return DistributedDataParallel(chunk.config, config, chunk)
-
-
-def _build_optimizer(replicas: Sequence[DistributedDataParallel], config: OptimizerConfig) -> MegatronOptimizer:
-    dtype = replicas[0].config.params_dtype
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam",
-            lr=config.learning_rate,
-            min_lr=config.min_learning_rate,
-            weight_decay=config.weight_decay,
-            adam_beta1=config.beta1,
-            adam_beta2=config.beta2,
-            clip_grad=config.clip_grad,
-            bf16=dtype is torch.bfloat16,
-            params_dtype=dtype,
-            use_distributed_optimizer=config.distributed,
-        ),
-        list(replicas),
-    )
-    for group in optimizer.param_groups:
-        # Norms and other vectors do not decay: Megatron marks their groups, and leaves the product to its scheduler.
-        group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    for part in optimizer.chained_optimizers:
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            _prepare_adamw(part.optimizer)
-    return optimizer
-
-
-def _prepare_adamw(optimizer: torch.optim.AdamW) -> None:
-    """Where Transformer Engine's and apex's Adam are missing Megatron takes torch's, and leaves two things to do."""
-    for group in optimizer.param_groups:
-        group["fused"] = True  # one pass over memory instead of a dozen
-        for parameter in group["params"]:
-            # Megatron's checkpoints expect moments from the start; torch would make them in the first step.
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }

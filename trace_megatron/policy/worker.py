@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -44,7 +45,6 @@ class Policy:
     ):
         """Raises UserError for a model folder, a layout or a number of processes that do not fit."""
         self._config, self._loss = policy, loss
-        self._optimizer_config = optimizer
         self._hf = read_hf_config(policy.model)
         self._ranks = parallel.initialize(policy, seed)
         self._forward = EdgeForward(temperature, self._hf.vocab_size, self._ranks.device)
@@ -53,6 +53,7 @@ class Policy:
         self._reference, self._reference_forward = None, None
         if loss.kl_coef:
             self._load_reference(loss.reference_model or policy.model)
+        self._gathering: Iterator[tuple[str, torch.Tensor]] = iter(())
         self._trainer = Trainer(model, self._forward, optimizer, loss, total_steps, self._ranks)
 
     @property
@@ -72,16 +73,21 @@ class Policy:
     def __enter__(self) -> Policy:
         return self
 
-    def __exit__(self, *exception) -> None:
-        if self.is_driver:
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if not self.is_driver:
+            return
+        try:
             self.stop()
+        except RuntimeError:  # a rank is gone, and what the caller met says more about it
+            if error is None:
+                raise
 
     # What the driver calls.
 
     def train_step(self, micro_batches: MicroBatches) -> TrainStats:
         """One optimizer step; the packs' weights are normalised over the whole batch."""
         self._check(micro_batches)
-        send_command(Command("train_step", micro_batches=micro_batches), self._ranks.command_group)
+        self._send(Command("train_step", micro_batches=micro_batches))
         update = self._train_step(micro_batches)
         real = [batch for row in micro_batches for batch in row if batch.num_unpacked_tokens]
         return TrainStats(
@@ -101,7 +107,7 @@ class Policy:
     def logprobs(self, micro_batches: MicroBatches) -> list[list[torch.Tensor]]:
         """[T] float32 per pack: logprob of every trained token at the sampling temperature, 0 elsewhere."""
         self._check(micro_batches)
-        send_command(Command("logprobs", micro_batches=micro_batches), self._ranks.command_group)
+        self._send(Command("logprobs", micro_batches=micro_batches))
         return self._logprobs(micro_batches)
 
     def reference_logprobs(self, micro_batches: MicroBatches) -> list[list[torch.Tensor]]:
@@ -109,7 +115,7 @@ class Policy:
         if self._reference is None:
             raise ValueError("expected a reference model, found none: it is loaded where loss.kl_coef is not 0")
         self._check(micro_batches)
-        send_command(Command("reference_logprobs", micro_batches=micro_batches), self._ranks.command_group)
+        self._send(Command("reference_logprobs", micro_batches=micro_batches))
         return self._reference_logprobs(micro_batches)
 
     def prepare(self, micro_batches: MicroBatches) -> list[list[TreeBatch]]:
@@ -133,8 +139,8 @@ class Policy:
     def weights(self) -> tuple[list[TensorInfo], Iterator[tuple[str, torch.Tensor]]]:
         """Every HF tensor's metadata, and an iterator of (name, whole tensor) in the same order.
 
-        The other ranks join when the first tensor is asked for, and gather to the last one even if the caller stops
-        early. A tensor may share memory with the model: copy what outlives the next step.
+        The other ranks join when the first tensor is asked for. If the caller stops early, the rest is gathered before
+        the next call. A tensor may share memory with the model: copy what outlives the next step.
         """
         return hf_tensor_infos(self._hf, DTYPES[self._config.dtype]), self._iter_weights()
 
@@ -144,24 +150,24 @@ class Policy:
         Raises UserError if it exists.
         """
         _refuse_existing(folder)
-        send_command(Command("save_checkpoint", {"folder": str(folder)}), self._ranks.command_group)
+        self._send(Command("save_checkpoint", {"folder": str(folder)}))
         self._save_checkpoint(folder)
 
     def load_checkpoint(self, folder: str | Path) -> None:
         """Continue from ``save_checkpoint``. Raises UserError, with nothing changed, for what cannot be read here."""
         checkpoint.check(folder, self._describe())
-        send_command(Command("load_checkpoint", {"folder": str(folder)}), self._ranks.command_group)
+        self._send(Command("load_checkpoint", {"folder": str(folder)}))
         self._load_checkpoint(folder)
 
     def export_hf(self, folder: str | Path) -> None:
         """Write an HF folder that transformers and vLLM load. Raises UserError if it exists."""
         _refuse_existing(folder)
-        send_command(Command("export_hf", {"folder": str(folder)}), self._ranks.command_group)
+        self._send(Command("export_hf", {"folder": str(folder)}))
         self._export_hf(folder)
 
     def stop(self) -> None:
         """End ``serve`` on the other ranks."""
-        send_command(Command("stop"), self._ranks.command_group)
+        self._send(Command("stop"))
 
     # What the other ranks do.
 
@@ -192,6 +198,11 @@ class Policy:
 
     # What every rank does.
 
+    def _send(self, command: Command) -> None:
+        for _ in self._gathering:  # of a caller that stopped early; the other ranks are in it to its end
+            pass
+        send_command(command, self._ranks.command_group)
+
     def _train_step(self, micro_batches: MicroBatches) -> Update:
         return self._trainer.train_step(micro_batches[self._ranks.data_rank])
 
@@ -215,13 +226,10 @@ class Policy:
         ]
 
     def _iter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        send_command(Command("weights"), self._ranks.command_group)
-        weights = iter_hf_weights(self._trainer.model_chunks, self._hf)
-        try:
-            yield from weights
-        finally:
-            for _ in weights:
-                pass
+        self._send(Command("weights"))
+        self._gathering = iter_hf_weights(self._trainer.model_chunks, self._hf)
+        for item in self._gathering:  # noqa: UP028, "yield from" would end it where the caller stops
+            yield item
 
     def _save_checkpoint(self, folder: str | Path) -> None:
         checkpoint.save(folder, self._trainer, self._describe())
@@ -230,7 +238,7 @@ class Policy:
         checkpoint.load(folder, self._trainer)
 
     def _describe(self) -> dict[str, Any]:
-        return checkpoint.describe(self._hf, self._config, self._optimizer_config)
+        return checkpoint.describe(self._hf, self._config)
 
     def _export_hf(self, folder: str | Path) -> None:
         export_hf(self._trainer.model_chunks, self._hf, self._config.model, folder)

@@ -1,0 +1,103 @@
+"""Two steps, a checkpoint and two more steps, against the last two in fresh processes: same layout and others."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.policy.checkpoint_ranks import MODEL, RESHARDED, SAVED
+from tests.policy.step_examples import engine_logprobs, example_trees
+from tests.tiny_models import write_tiny_model
+from trace_megatron.config import PolicyConfig
+from trace_megatron.errors import UserError
+from trace_megatron.launch.local import run_ranks
+from trace_megatron.policy import checkpoint
+from trace_megatron.policy.hf_config import read_hf_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoints")
+    # 261 rows of vocabulary: padded at TP 2, not at TP 1
+    shape = {"num_layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 261}
+    write_tiny_model(folder / MODEL, "llama", tied=True, **shape)
+    model = AutoModelForCausalLM.from_pretrained(folder / MODEL, dtype=torch.float64)
+    logprobs = engine_logprobs(example_trees(vocab_size=200), model)
+    text = {",".join(map(str, key)): value for key, value in logprobs.items()}
+    (folder / f"{MODEL}-engine.json").write_text(json.dumps(text))
+    script = str(Path(__file__).with_name("checkpoint_ranks.py"))
+    for stage in ("save", "load"):
+        assert run_ranks([sys.executable, script, str(folder), stage], num_ranks=2) == 0
+    return folder
+
+
+def read_steps(folder, name):
+    return json.loads((folder / f"{name}.json").read_text()), load_file(folder / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_resumed_steps_are_the_same(folder, name):
+    steps, weights = read_steps(folder, f"{name}-whole")
+    resumed_steps, resumed_weights = read_steps(folder, f"{name}-resumed")
+    assert resumed_steps == steps
+    assert all(torch.equal(weights[key], resumed_weights[key]) for key in weights)
+    assert steps[0]["loss"] != steps[1]["loss"]  # the learning rate is not so small that anything would pass
+
+
+@pytest.mark.parametrize("name", RESHARDED)
+def test_another_layout_continues(folder, name):
+    source = RESHARDED[name][1]
+    steps, weights = read_steps(folder, f"{source}-whole")
+    resumed_steps, resumed_weights = read_steps(folder, f"{source}-at-{name}")
+    for step, resumed in zip(steps, resumed_steps, strict=True):
+        for key in ("loss", "grad_norm", "entropy", "learning_rate"):
+            assert resumed[key] == pytest.approx(step[key], rel=1e-4), key
+    # Adam turns noise of float32 into whole steps of the learning rate (1e-2) where a gradient is close to 0
+    for key in weights:
+        assert float((weights[key] - resumed_weights[key]).abs().mean()) < 1e-5
+
+
+def test_errors_change_nothing(folder):
+    assert (folder / "refused.ok").exists()
+    AutoModelForCausalLM.from_pretrained(folder / "exported")
+
+
+def test_files_are_complete_and_named(folder):
+    names = {path.name for path in (folder / "pp2-checkpoint").iterdir()}
+    assert names == {"policy.json", "rank_00000.safetensors", "rank_00001.safetensors"}
+    assert not list(folder.glob(".*partial"))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: (folder / "policy.json").unlink(), "no policy.json"),
+        (lambda folder: (folder / "policy.json").write_text("{"), "expected JSON"),
+        (lambda folder: (folder / "policy.json").write_text("[]"), "expected a checkpoint with format 1"),
+        (lambda folder: (folder / "rank_00001.safetensors").unlink(), "rank_00001.safetensors"),
+        (lambda folder: (folder / "rank_00000.safetensors").write_bytes(b"short"), "rank_00000.safetensors"),
+        (lambda folder: edit(folder, "model", "hidden_size", 64), "model.hidden_size 32, found 64"),
+        (lambda folder: edit(folder, "model", "num_layers", 3), "model.num_layers 2, found 3"),
+    ],
+)
+def test_unreadable_checkpoints_are_refused_in_a_sentence(folder, tmp_path, change, words):
+    copy = shutil.copytree(folder / "pp2-checkpoint", tmp_path / "copy")
+    config = PolicyConfig(model=str(folder / MODEL), dtype="float32", pipeline_parallel=2)
+    expected = checkpoint.describe(read_hf_config(folder / MODEL), config)
+    checkpoint.check(copy, expected)
+    change(copy)
+    with pytest.raises(UserError) as error:
+        checkpoint.check(copy, expected)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def edit(folder, section, key, value):
+    path = folder / "policy.json"
+    description = json.loads(path.read_text())
+    description[section][key] = value
+    path.write_text(json.dumps(description))

@@ -1,0 +1,109 @@
+"""Megatron's Adam for the policy, and its state by parameter, whoever of the replicas holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+from trace_megatron.config import OptimizerConfig
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_MAIN = "main"
+"""The float32 weight behind a bfloat16 one."""
+
+
+def build_optimizer(replicas: Sequence[DistributedDataParallel], config: OptimizerConfig) -> MegatronOptimizer:
+    """Adam with decoupled weight decay over float32 weights, sharded over replicas where ``config.distributed``."""
+    dtype = replicas[0].module.config.params_dtype
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.learning_rate,
+            min_lr=config.min_learning_rate,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=config.distributed,
+        ),
+        list(replicas),
+    )
+    for group in optimizer.param_groups:
+        # Norms and other vectors do not decay: Megatron marks their groups, and leaves the product to its scheduler.
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]
+    (dense,) = optimizer.chained_optimizers  # Megatron makes a second one for experts
+    dense.init_state_fn(dense.optimizer)
+    if isinstance(dense.optimizer, torch.optim.AdamW):  # where Transformer Engine's and apex's are missing
+        for group in dense.optimizer.param_groups:
+            group["fused"] = True  # one pass over memory instead of a dozen
+        for parameter, state in dense.optimizer.state.items():
+            state["step"] = torch.zeros((), device=parameter.device)
+    return optimizer
+
+
+def state_names(parameter: torch.nn.Parameter) -> tuple[str, ...]:
+    """What the optimizer keeps of a model parameter, each a float32 tensor of its shape."""
+    return _MOMENTS if parameter.dtype is torch.float32 else (*_MOMENTS, _MAIN)
+
+
+def gather_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """Collective over the replicas: the whole state of one of this rank's parameters, by ``state_names``."""
+    (dense,) = optimizer.chained_optimizers
+    owned, shards = _owned(dense, parameter)
+    whole = {}
+    for name in state_names(parameter):
+        values = torch.zeros(parameter.numel(), device=parameter.device)
+        if name in shards:
+            values[owned] = shards[name].detach().view(-1)
+        if isinstance(dense, DistributedOptimizer):
+            dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+        whole[name] = values.view(parameter.shape)
+    return whole
+
+
+@torch.no_grad()
+def restore_state(
+    optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, whole: Mapping[str, torch.Tensor]
+) -> None:
+    """Put this rank's share of ``gather_state``'s result back."""
+    (dense,) = optimizer.chained_optimizers
+    owned, shards = _owned(dense, parameter)
+    for name, shard in shards.items():
+        shard.copy_(whole[name].view(-1)[owned].view(shard.shape))
+
+
+def restore_step(optimizer: MegatronOptimizer, step: int) -> None:
+    """Set the number of steps that Adam's bias correction counts."""
+    (dense,) = optimizer.chained_optimizers
+    if isinstance(dense.optimizer, torch.optim.AdamW):
+        for state in dense.optimizer.state.values():
+            state["step"].fill_(step)
+    else:
+        for group in dense.optimizer.param_groups:
+            group["step"] = step
+
+
+def _owned(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[slice, dict[str, torch.Tensor]]:
+    """The part of the flattened parameter whose state this rank holds, and that state; nothing where it holds none."""
+    if isinstance(optimizer, DistributedOptimizer):
+        if parameter not in optimizer.model_param_group_index_map:
+            return slice(0, 0), {}
+        group, index = optimizer.model_param_group_index_map[parameter]
+        main = optimizer.optimizer.param_groups[group]["params"][index]
+        part = optimizer._get_model_param_range_map(parameter)["param"]
+        owned = slice(part.start, part.end)
+    else:
+        main = getattr(parameter, "main_param", parameter)
+        owned = slice(0, parameter.numel())
+    state = optimizer.optimizer.state[main]
+    tensors = {name: state[name] for name in _MOMENTS}
+    return owned, tensors if parameter.dtype is torch.float32 else tensors | {_MAIN: main}
