@@ -12,6 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import MegatronOptimizer
@@ -52,6 +53,7 @@ LOSSES = {
     "plain": LossConfig(),
     "dual_clip": LossConfig(dual_clip=3.0),
     "kl": LossConfig(kl_coef=0.3, reference_model="reference"),
+    "decoupled": LossConfig(old_logprobs="decoupled", importance_cap=1.7),
 }
 TP2, PP2, DP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel": 2}
 SP, FULL = {"sequence_parallel": True}, {"recompute": "full"}
@@ -66,6 +68,7 @@ LAYOUTS = [
     Layout("tp1-kl", {}, loss="kl"),
     Layout("tp1-one-leaf", {}, only_tree=1),
     Layout("tp2", TP2, num_packs=2),
+    Layout("tp2-decoupled", TP2, loss="decoupled"),
     Layout("tp2-sp", TP2 | SP, num_packs=2),
     Layout("tp2-sp-recompute", TP2 | SP | FULL),
     Layout("pp2", PP2, num_packs=4),
@@ -103,6 +106,9 @@ def main(folder: Path) -> None:
             join_world(folder / f"rendezvous-{family}-{layout.name}", process - first, layout.world_size)
             run_layout(folder, family, layout)
             parallel.shutdown()
+    if process < 2:
+        check_not_finite(folder, process)
+        parallel.shutdown()
     for number, dtype in enumerate(("float32", "bfloat16")):
         for distributed, first in ((True, 0), (False, 2)):
             if first <= process < first + 2:
@@ -130,11 +136,11 @@ def run_layout(folder: Path, family: str, layout: Layout) -> None:
         total_steps=10,
     )
     batches = step_batches(folder, family, layout)
-    if loss.kl_coef:
-        batches = in_driver_form(policy, lambda: policy.prepare(batches)) or batches
-        # the ranks below work without a driver, so each needs what the driver has just prepared
-        for batch in (batch for row in batches for batch in row):
-            dist.broadcast(batch.reference_logprobs, src=0)
+    batches = in_driver_form(policy, lambda: policy.prepare(batches)) or batches
+    # the ranks below work without a driver, so each needs what the driver has just prepared
+    for batch in (batch for row in batches for batch in row):
+        for prepared in (batch.reference_logprobs, batch.old_logprobs, batch.positive_mass, batch.negative_mass):
+            dist.broadcast(prepared, src=0)
     trainer = policy._trainer
     trainer.accumulate(batches[policy._ranks.data_rank])
     if layout.distributed and layout.policy.get("data_parallel", 1) > 1:
@@ -223,6 +229,25 @@ def check_adam(folder: Path, dtype: str, distributed: bool) -> None:
         assert not torch.equal(parameter, torch.zeros_like(parameter))
     if dist.get_rank() == 0:
         (folder / f"adam-{dtype}-{distributed}.ok").touch()
+
+
+def check_not_finite(folder: Path, process: int) -> None:
+    """A weight that is no number ends the step before the optimizer changes anything."""
+    join_world(folder / "rendezvous-not-finite", process, 2)
+    policy = Policy(
+        PolicyConfig(model=str(folder / FAMILIES[0]), dtype="float32", pipeline_parallel=2),
+        OptimizerConfig(learning_rate=1.0),
+        LossConfig(),
+    )
+    parameters = list(policy._trainer.model_chunks[0].parameters())
+    if process == 0:
+        parameters[0].data[100] = torch.nan
+    before = [parameter.detach().clone() for parameter in parameters]
+    (batches,) = step_batches(folder, FAMILIES[0], LAYOUTS[0])
+    with pytest.raises((RuntimeError, FloatingPointError)):
+        policy._trainer.train_step(batches)
+    assert all(torch.equal(a, b.nan_to_num()) for a, b in zip(map(torch.nan_to_num, before), parameters, strict=True))
+    (folder / f"not-finite-{process}.ok").touch()
 
 
 def check_vocab_parallel(folder: Path, process: int) -> None:

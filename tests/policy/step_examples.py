@@ -170,7 +170,12 @@ def expected_step(
         current, entropy = token_logprobs(model, one)
         engine = torch.tensor(one.rollout_logprobs, dtype=torch.float32).double()
         ratio = (current - engine).exp()
-        objective, clipped = _objective(ratio, torch.tensor(one.advantages, dtype=torch.float64), config)
+        advantage = torch.tensor(one.advantages, dtype=torch.float64)
+        if config.old_logprobs == "bypass":
+            objective, clipped = _objective(ratio, advantage, config)
+        else:  # old logprobs are the model's own, so their ratio is 1; importance weights correct for the engine
+            importance = ratio.detach().clamp(max=config.importance_cap)
+            objective, clipped = _objective((current - current.detach()).exp(), importance * advantage, config)
         loss = -weight * objective.sum()
         kl = torch.zeros_like(current)
         if reference is not None:

@@ -1,4 +1,4 @@
-"""One training step in 21 parallel layouts on real processes, against an HF model trained trajectory by trajectory."""
+"""One training step in 22 parallel layouts on real processes, against an HF model trained trajectory by trajectory."""
 
 import json
 import os
@@ -123,3 +123,7 @@ def test_adam_equals_torch(folder, dtype, distributed):
 
 def test_vocabulary_parallel_logprobs(folder):
     assert all((folder / f"vocabulary-{process}.ok").exists() for process in range(4))
+
+
+def test_a_step_that_is_not_finite_changes_nothing(folder):
+    assert all((folder / f"not-finite-{process}.ok").exists() for process in range(2))

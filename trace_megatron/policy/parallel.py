@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -54,6 +56,7 @@ def initialize(config: PolicyConfig, seed: int) -> Ranks:
             f"{config.pipeline_parallel} x data_parallel {config.data_parallel}, found {found}: "
             f"start {expected} with torchrun --nproc-per-node, or change the three numbers"
         )
+    _quiet()
     cpu.install()
     device = _device()
     if not dist.is_initialized():
@@ -83,6 +86,12 @@ def shutdown() -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _quiet() -> None:
+    """Megatron's remarks on its own old names and on a debugging aid that is off: nothing that a user could act on."""
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed\.c10d_logger")
+    logging.getLogger("megatron.core.rerun_state_machine").setLevel(logging.ERROR)
 
 
 def _device() -> torch.device:
