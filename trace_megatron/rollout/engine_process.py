@@ -1,0 +1,86 @@
+"""What an engine's process finds when it starts: its environment, its threads, and nothing of the trainer."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from trace_megatron.config import EngineConfig
+from trace_megatron.rollout import engine_main
+
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def engine_environment(config: EngineConfig, folder: str) -> dict[str, str | None]:
+    """What the engine's processes find in their environment; None: removed."""
+    changes: dict[str, str | None] = {
+        name: None
+        for name in os.environ
+        # A trainer rank's place in its own process group is none of the engine's business.
+        if name in _LAUNCHER_VARIABLES or name.startswith(_LAUNCHER_PREFIXES)
+    }
+    changes |= {
+        engine_main.OWNER_VARIABLE: str(os.getpid()),
+        "VLLM_RPC_BASE_PATH": folder,
+        "TMPDIR": folder,
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "OMP_NUM_THREADS": None,  # torchrun's 1 is meant for the trainer
+    }
+    if torch.cuda.is_available():
+        return changes
+    cores = sorted(os.sched_getaffinity(0))
+    threads = config.threads or max(1, len(cores) // config.tensor_parallel)
+    # Without binding: the trainer's ranks live on the same cores, and vLLM's default would leave one of them idle.
+    changes |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    if config.tensor_parallel == 1:
+        # The model runs in the engine's own process: a third process would double the start-up.
+        changes["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return changes
+
+
+@contextmanager
+def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Apply ``changes`` and undo them, and whatever else was changed meanwhile (vLLM sets LD_PRELOAD and more)."""
+    before = dict(os.environ)
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            del os.environ[name]
+        for name, value in before.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+
+
+@contextmanager
+def stand_in_main() -> Iterator[None]:
+    """Show multiprocessing another main module: it would import the trainer's, and all of the trainer, into the engine.
+
+    The one shown quietens the new process and ties its life to ours.
+    """
+    main = sys.modules["__main__"]
+    stand_in = types.ModuleType("__main__")
+    stand_in.__spec__ = importlib.util.find_spec(engine_main.__name__)
+    sys.modules["__main__"] = stand_in
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,0 +1,95 @@
+"""Push the policy's weights into a live engine: pause, start, update, finish, reset the prefix cache, resume."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from trace_megatron.config import SyncConfig
+from trace_megatron.errors import UserError, WeightSyncError
+from trace_megatron.rollout.engine import EngineError
+from trace_megatron.rollout.vllm_engine import VLLMEngine
+from trace_megatron.types import TensorInfo
+from trace_megatron.weight_sync.stats import SyncStats
+
+if TYPE_CHECKING:
+    from trace_megatron.weight_sync.transfer import Transfer
+
+
+class WeightSync:
+    """Pushes weights into one engine, from the rank that owns it.
+
+    The trainer's other ranks run the policy's iterator to its end at the same time; its tensors are needed on this rank
+    alone. The backend is the engine's ``weight_backend``: our shared memory, which any engine on this machine
+    understands, or vLLM's own ``ipc`` (an engine on this rank's device, a trainer of one rank) and ``nccl`` (an engine
+    on other devices). The latter two need GPUs and have never been run; after a failed push they need a new engine.
+    """
+
+    def __init__(self, engine: VLLMEngine, config: SyncConfig):
+        if config.bucket_mib < 1:
+            raise UserError(f"expected at least 1 for 'sync.bucket_mib', found {config.bucket_mib}")
+        self._engine = engine
+        self._config = config
+        self._transfer: Transfer | None = None
+        self._num_pushes = 0
+
+    @property
+    def verify_due(self) -> bool:
+        """Whether the push just made is one to verify: the first, and every ``sync.verify_every``-th."""
+        every = self._config.verify_every
+        return self._num_pushes == 1 or (every > 0 and self._num_pushes > 0 and self._num_pushes % every == 0)
+
+    @property
+    def tolerance(self) -> float:
+        """Allowed logprob difference for the engine's dtype."""
+        return self._config.verify_tolerance or {"float32": 1e-3, "bfloat16": 0.25}[self._engine.config.dtype]
+
+    async def push(
+        self, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> SyncStats:
+        """Replace the engine's weights by ``tensors`` (HF names, every one of ``infos``, on any device).
+
+        Requests that are running finish first, with the old weights; later ones wait for the new. Raises
+        WeightSyncError that names the tensor; the engine then stays paused and fails requests until a push succeeds.
+        """
+        started = time.perf_counter()
+        tensors = iter(tensors)
+        sending: asyncio.Task | None = None
+        try:
+            await self._engine.control("pause_generation", mode="wait", clear_cache=True)
+            pause_s = time.perf_counter() - started
+            sending = asyncio.create_task(asyncio.to_thread(self._connected().send, infos, tensors))
+            num_bytes, parts = await asyncio.shield(sending)
+            await self._engine.control("reset_prefix_cache")
+            await self._engine.control("update_weight_version", str(version))
+            await self._engine.control("resume_generation")
+        except BaseException as error:
+            self._engine.block("a weight sync failed half-way, and the engine's weights are a mixture")
+            if sending is not None:  # where this task was cancelled, the thread still runs
+                await asyncio.wait((sending,))
+            await asyncio.to_thread(_drain, tensors)
+            if isinstance(error, EngineError | WeightSyncError):
+                raise WeightSyncError(f"pushing weight version {version} failed: {error}") from error
+            raise
+        self._engine.unblock()
+        self._num_pushes += 1
+        return SyncStats(time.perf_counter() - started, num_bytes, pause_s, **asdict(parts))
+
+    def _connected(self) -> Transfer:
+        if self._transfer is None:
+            # Imported here: vLLM takes seconds, and only the rank with an engine needs it.
+            from trace_megatron.weight_sync.transfer import Transfer
+
+            self._transfer = Transfer(self._engine, asyncio.get_running_loop(), self._config.bucket_mib * 2**20)
+        return self._transfer
+
+
+def _drain(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Take what is left: the trainer's other ranks gather in step with this one, and would wait for it."""
+    for _ in tensors:
+        pass

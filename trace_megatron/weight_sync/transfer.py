@@ -1,0 +1,101 @@
+"""One pass of the policy's tensors through vLLM's weight-transfer API, from a thread beside the engine's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer import TrainerWeightTransferEngine, WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.base import (
+    TrainerInitInfo,
+    WeightTransferInitRequest,
+    WeightTransferUpdatePayload,
+    WeightTransferUpdateRequest,
+)
+
+from trace_megatron.errors import UserError
+from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND, VLLMEngine
+from trace_megatron.types import TensorInfo
+from trace_megatron.weight_sync.sender import SharedMemorySender, SharedMemoryTrainerInfo
+from trace_megatron.weight_sync.shared_memory import register
+from trace_megatron.weight_sync.source import PolicySource
+from trace_megatron.weight_sync.stats import SyncParts
+
+
+class EngineClient:
+    """vLLM's VLLMWeightSyncClient over an engine whose event loop runs in another thread."""
+
+    def __init__(self, engine: VLLMEngine, loop: asyncio.AbstractEventLoop):
+        self._engine = engine
+        self._loop = loop
+
+    def _call(self, method: str, *args: Any) -> None:
+        asyncio.run_coroutine_threadsafe(self._engine.control(method, *args), self._loop).result()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("init_weight_transfer_engine", WeightTransferInitRequest(init_info))
+
+    def start_weight_update(self) -> None:
+        self._call("start_weight_update")
+
+    def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
+        self._call("update_weights", WeightTransferUpdateRequest(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("finish_weight_update", weight_version)
+
+
+class Transfer:
+    """The connection to one engine, made at the first ``send`` and kept."""
+
+    def __init__(self, engine: VLLMEngine, loop: asyncio.AbstractEventLoop, bucket_bytes: int):
+        register()
+        self._engine = engine
+        self._client = EngineClient(engine, loop)
+        self._bucket_bytes = bucket_bytes
+        self._source = PolicySource()
+        self._sender: TrainerWeightTransferEngine | None = None
+        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    @torch.no_grad()
+    def send(self, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, SyncParts]:
+        """Start, update and finish; returns bytes sent and the seconds by part. Blocks: never on the event loop."""
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # of this thread
+        self._source.renew(infos, tensors)
+        if self._sender is None:
+            self._sender = WeightTransferTrainerFactory.trainer_init(
+                self._init_info(), client=self._client, source=self._source
+            )
+        self._sender.send_weights()
+        parts = self._sender.parts if isinstance(self._sender, SharedMemorySender) else SyncParts()
+        return self._source.num_bytes, parts
+
+    def _init_info(self) -> TrainerInitInfo:
+        backend = self._engine.weight_backend
+        if backend == SHARED_MEMORY_BACKEND:
+            return SharedMemoryTrainerInfo(rank=0, bucket_bytes=self._bucket_bytes)
+        if backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+            return IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=self._bucket_bytes)
+        if backend == "nccl":
+            from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+            return NCCLTrainerInitInfo(
+                master_address="127.0.0.1",
+                master_port=_free_port(),
+                world_size=1 + self._engine.config.tensor_parallel,
+                packed_buffer_size_bytes=self._bucket_bytes,
+                rank=0,
+            )
+        raise UserError(f"expected weight backend '{SHARED_MEMORY_BACKEND}', 'ipc' or 'nccl', found '{backend}'")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,70 @@
+"""Does the engine sample from the trainer's policy? Sample a little from the one, score it with the other."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from trace_megatron.errors import WeightSyncError
+from trace_megatron.rollout.engine import RolloutEngine, SamplingSettings
+from trace_megatron.rollout.seeds import request_seed
+from trace_megatron.types import ROOT
+
+Score = Callable[[list[tuple[Sequence[int], Sequence[int]]]], list[list[float]]]
+"""[(prompt ids, completion ids)] -> the trainer's logprobs of the completion ids, at the sampling temperature."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobDifference:
+    """Engine against trainer, over all tokens that were compared."""
+
+    max: float
+    mean: float
+    num_tokens: int
+
+
+async def verify(
+    engine: RolloutEngine,
+    score: Score,
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
+    tolerance: float,
+) -> LogprobDifference:
+    """Compare the engine's logprobs of one completion per prompt with the trainer's; the seeds are fixed.
+
+    With top-p below 1 the engine's are renormalised over at least that mass, so that they may exceed the trainer's by
+    up to -log(top_p); only what lies outside counts. Raises WeightSyncError above ``tolerance``.
+    """
+    completions = await asyncio.gather(
+        *(
+            engine.generate(prompt, settings, request_seed(0, 0, "verify", ROOT, index, 0))
+            for index, prompt in enumerate(prompts)
+        )
+    )
+    scores = score([(prompt, completion.token_ids) for prompt, completion in zip(prompts, completions, strict=True)])
+    slack = -math.log(settings.top_p)
+    compared = [
+        (_difference(engine_logprob - trainer_logprob, slack), index, position, token, engine_logprob, trainer_logprob)
+        for index, (completion, trainer_logprobs) in enumerate(zip(completions, scores, strict=True))
+        for position, (token, engine_logprob, trainer_logprob) in enumerate(
+            zip(completion.token_ids, completion.logprobs, trainer_logprobs, strict=True)
+        )
+    ]
+    worst, index, position, token, engine_logprob, trainer_logprob = max(compared)
+    if worst > tolerance:
+        raise WeightSyncError(
+            f"the engine's logprobs differ from the trainer's by up to {worst:.3g}, allowed are {tolerance:.3g} "
+            f"(prompt {index}, position {position}, token {token}: engine {engine_logprob:.6g}, trainer "
+            f"{trainer_logprob:.6g}): the engine holds other weights, samples at another temperature, or reads the "
+            "model's configuration (RoPE, norms, tied head) differently; in bfloat16 a small excess is rounding, see "
+            "sync.verify_tolerance"
+        )
+    return LogprobDifference(worst, sum(entry[0] for entry in compared) / len(compared), len(compared))
+
+
+def _difference(excess: float, slack: float) -> float:
+    if math.isnan(excess):
+        return math.inf
+    return max(excess - slack, -excess, 0.0)
