@@ -27,7 +27,8 @@ from trace_megatron.rollout.prompts import PromptSource
 from trace_megatron.sampling import Sampling
 from trace_megatron.types import Prompt, RolloutTree
 from trace_megatron.validate import score_completions
-from trace_megatron.weight_sync.push import SyncStats, WeightSync
+from trace_megatron.weight_sync.push import WeightSync
+from trace_megatron.weight_sync.stats import SyncStats
 from trace_megatron.weight_sync.verify import LogprobDifference, verify
 
 VERIFIED_PROMPTS, VERIFIED_TOKENS = 8, 16  # a comparison of engine and trainer: a second or two
