@@ -159,10 +159,16 @@ def test_wrong_parameters_are_refused(params, message):
         build_environment(EnvConfig("reasoning_gym", params))
 
 
-def test_too_few_questions_and_unknown_names_are_refused():
-    env = ReasoningGym({"products": {"min_digits": 1, "max_digits": 1, "min_terms": 2, "max_terms": 2}}, size=10)
-    assert len(set(questions(env, "validation", 10))) > 1
+def test_a_split_without_questions_is_refused():
+    # Three wordings of one question, all on the side of training.
+    env = ReasoningGym({"calendar_arithmetic": {"tasks": ["is_leap_year"], "year": 2024, "leap_year_range": 0}})
+    assert "2024" in questions(env, "train", 1)[0]
+    with pytest.raises(UserError, match="enough different questions"):
+        env.tasks("validation")[0]
+
+
+def test_unknown_names_are_refused():
     with pytest.raises(UserError, match="train, validation"):
-        env.tasks("test")
+        ReasoningGym({"products": {}}).tasks("test")
     with pytest.raises(UserError, match="did you mean 'reasoning_gym'"):
         build_environment(EnvConfig("reasoning-gym", {}))

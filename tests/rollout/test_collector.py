@@ -173,9 +173,9 @@ def test_a_prompt_that_fails_does_not_stop_the_others():
 def test_above_the_allowed_share_the_step_ends_with_the_first_cause():
     async def fail_from_ten(number, call):
         if number >= 10:
-            raise EngineError("out of memory")
+            raise EngineError(f"request {number} ran out of memory")
 
-    with pytest.raises(RolloutError, match=r"rollouts of step 9 failed.*max_failed_share=0\.2.*out of memory"):
+    with pytest.raises(RolloutError, match=r"rollouts of step 9 failed.*max_failed_share=0\.2.*: request 10 ran"):
         collect(ScriptedEngine(before=fail_from_ten), config=replace(CONFIG, max_failed_share=0.2))
 
 

@@ -12,7 +12,7 @@ from scripted_engine import TOKENIZER, WIN, ScriptedEngine, WordGame, build_prom
 from trace_megatron.config import RolloutConfig
 from trace_megatron.errors import UserError
 from trace_megatron.rollout.engine import Completion, EngineError
-from trace_megatron.rollout.episode import Episode, EpisodeRunner, Visit
+from trace_megatron.rollout.episode import Episode, EpisodeRunner
 from trace_megatron.rollout.seeds import request_seed
 from trace_megatron.types import ROOT, Anchor, Prompt, RolloutStatus
 
@@ -200,16 +200,6 @@ def test_a_fork_counts_the_turns_and_tokens_it_inherits():
     cut = play(no, config=replace(CONFIG, max_response_tokens=room), anchor=Anchor(0, 3), start=original.visits[2])
     assert no.calls[-1].settings.max_new_tokens == 1
     assert cut.rollout.status == RolloutStatus.TRUNCATED
-
-
-def test_a_fork_cut_at_once_keeps_the_reward_it_inherited():
-    async def raise_always(said):
-        raise AssertionError("a cut action is judged only under 'keep'")
-
-    visit = Visit(PROMPT.token_ids, ("ab",), 0.5)
-    engine = ScriptedEngine(action=lambda call: "much too long")
-    rollout = play(engine, WordGame(before=raise_always), anchor=Anchor(0, 1), start=visit).rollout
-    assert (rollout.status, rollout.reward) == (RolloutStatus.TRUNCATED, 0.0)
 
 
 def test_engine_errors_end_only_their_own_rollout():

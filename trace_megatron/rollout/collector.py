@@ -91,7 +91,6 @@ class Collector:
         # The prompt's own generator: the plan must not depend on which prompt came back first.
         rng = np.random.default_rng(request_seed(self._run_seed, batch.step, prompt.prompt_id, ROOT, 0, 0))
         counts = self._selector.select_prefixes(view, budget, rng)
-        batch.num_planned += int(sum(counts)) - budget
         return await _run_all(
             batch.play(prompt, k, anchor, bare[anchor.rollout].visits[anchor.turn - 1])
             for anchor, count in zip(view.anchors, counts, strict=True)

@@ -31,8 +31,6 @@ class Visit:
     """Prompt, then actions and observations."""
     env_state: Any
     """The environment's state after the history's last action."""
-    reward: float
-    """The last action's, 0 at the root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ class EpisodeRunner:
 
         Failures of engine and environment end as statuses.
         """
-        run = _Run(reward=start.reward if start else 0.0)
+        run = _Run()
         try:
             here = start or await self._open(prompt)
             while here:
@@ -93,7 +91,7 @@ class EpisodeRunner:
         return Episode(self._rollout(anchor, run), tuple(run.visits))
 
     async def _open(self, prompt: Prompt) -> Visit:
-        return Visit(prompt.token_ids, await self._ask(self._environment.reset(prompt.task)), 0.0)
+        return Visit(prompt.token_ids, await self._ask(self._environment.reset(prompt.task)))
 
     async def _act(self, prompt: Prompt, here: Visit, seed: int) -> Completion:
         config = self._config
@@ -145,7 +143,7 @@ class EpisodeRunner:
             run.status = RolloutStatus.TRUNCATED
             return None
         run.turns[-1] = dataclasses.replace(run.turns[-1], observation_ids=observation_ids)
-        run.visits.append(Visit(token_ids, transition.state, run.reward))
+        run.visits.append(Visit(token_ids, transition.state))
         return run.visits[-1]
 
     def _room(self, prompt: Prompt, token_ids: tuple[int, ...]) -> int:
@@ -180,9 +178,9 @@ class EpisodeRunner:
 class _Run:
     """An episode while it is played."""
 
-    reward: float
     turns: list[Turn] = dataclasses.field(default_factory=list)
     visits: list[Visit] = dataclasses.field(default_factory=list)
+    reward: float = 0.0
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     status: RolloutStatus = RolloutStatus.FINISHED
 
