@@ -184,7 +184,7 @@ def expected_step(
             kl = (other - current).exp() - 1 - (other - current)
             loss = loss + config.kl_coef * weight * kl.sum()
         loss.backward()
-        total += float(loss)
+        total += float(loss.detach())
         logprobs += zip(one.rollout_logprobs, current.tolist(), strict=True)
         tail = max(tail, float((current - engine).detach().abs().max()))
         mismatch = ratio - 1 - (current - engine)
