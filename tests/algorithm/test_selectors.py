@@ -297,6 +297,6 @@ def test_the_algorithm_needs_only_torch_and_numpy():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(('yaml', 'scipy', 'transformers', 'vllm', 'megatron')))\n"
         "import trace_megatron.algorithm.selectors, trace_megatron.ops\n"
-        "from trace_megatron.algorithm import advantage, allocate, histories, loss, pack, summary, targets\n"
+        "from trace_megatron.algorithm import advantage, allocate, loss, pack, summary, targets\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
