@@ -50,7 +50,7 @@ class Policy:
         self._forward = EdgeForward(temperature, self._hf.vocab_size, self._ranks.device)
         model = build_model(self._hf, policy)
         load_hf_weights(model, policy.model, self._hf)
-        self._reference, self._reference_forward = None, None
+        self._reference = None
         if loss.kl_coef:
             self._load_reference(loss.reference_model or policy.model)
         self._gathering: Iterator[tuple[str, torch.Tensor]] = iter(())
@@ -211,7 +211,7 @@ class Policy:
 
     def _reference_logprobs(self, micro_batches: MicroBatches) -> list[list[torch.Tensor]]:
         mine = micro_batches[self._ranks.data_rank]
-        return self._on_driver(micro_batches, pack_logprobs(self._reference, mine, self._reference_forward))
+        return self._on_driver(micro_batches, pack_logprobs(self._reference, mine, self._forward))
 
     def _on_driver(self, micro_batches: MicroBatches, mine: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Bring every replica's [T] tensors to the driver: each rank adds its own into one long vector of zeros."""
@@ -245,11 +245,15 @@ class Policy:
 
     def _load_reference(self, folder: str) -> None:
         hf = read_hf_config(folder)
+        if hf.vocab_size != self._hf.vocab_size:
+            raise UserError(
+                f"expected a reference model with the policy's vocabulary of {self._hf.vocab_size}, found "
+                f"{hf.vocab_size} in '{folder}': set loss.reference_model to a model of the same tokenizer"
+            )
         self._reference = build_model(hf, self._config)
         load_hf_weights(self._reference, folder, hf)
         for chunk in self._reference:
             chunk.requires_grad_(False)
-        self._reference_forward = replace(self._forward, vocab_size=hf.vocab_size)
 
     def _check(self, micro_batches: MicroBatches) -> None:
         counts = [len(row) for row in micro_batches]
