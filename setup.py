@@ -1,3 +1,73 @@
-from setuptools import setup
+"""Builds the native ops (csrc/) beside the Python package; everything else is in pyproject.toml.
 
-setup()
+TRACE_BUILD=cpu builds the CPU ops, and a failure is an error; TRACE_BUILD=none builds nothing. Unset: the CPU ops are
+built where torch and a C++20 compiler are found, and where not, the ops run on their torch references.
+"""
+
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+BUILD = os.environ.get("TRACE_BUILD", "")
+ROOT = Path(__file__).parent
+CPU_SOURCES = ["csrc/bindings.cpp", *(f"csrc/{folder}/*.cpp" for folder in ("api", "cpu"))]
+
+
+def import_cpp_extension():
+    """torch's build helper, or None. pip hides the environment's torch from an isolated build; it is the right one."""
+    sys.path.append(sysconfig.get_path("purelib"))
+    try:
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        if BUILD == "cpu":
+            sys.exit(f"error: TRACE_BUILD=cpu expects torch in this environment, found: {error}")
+        return None
+    return cpp_extension
+
+
+def cpu_extension(cpp_extension) -> Extension:
+    flags = ["-std=c++20", "-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
+    if os.name == "nt":
+        flags = ["/std:c++20", "/O2"]
+    elif sys.platform.startswith("linux"):
+        # Compiled for OpenMP, yet not linked to a runtime: torch brings its own, and two would fight for the cores.
+        flags.append("-fopenmp")
+    sources = sorted(str(path.relative_to(ROOT)) for pattern in CPU_SOURCES for path in ROOT.glob(pattern))
+    headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h"))
+    return cpp_extension.CppExtension(
+        "trace_megatron.ops._native", sources, depends=headers, extra_compile_args={"cxx": flags}
+    )
+
+
+def build_command(cpp_extension) -> type:
+    class BuildExtension(cpp_extension.BuildExtension):
+        def run(self):
+            try:
+                super().run()
+            except Exception as error:
+                if BUILD == "cpu":
+                    raise
+                print(f"warning: the native ops were not built, their torch references will run: {error}")
+                self.extensions = []  # nothing to copy or to pack
+
+    return BuildExtension
+
+
+def native_parts() -> dict:
+    if BUILD not in ("", "cpu", "cuda", "none"):
+        sys.exit(f"error: expected TRACE_BUILD as cpu, cuda or none, found '{BUILD}'")
+    if BUILD == "cuda":
+        sys.exit("error: TRACE_BUILD=cuda: the CUDA ops are not available yet; use TRACE_BUILD=cpu or none")
+    cpp_extension = import_cpp_extension() if BUILD != "none" else None
+    if cpp_extension is None:
+        return {}
+    return {
+        "ext_modules": [cpu_extension(cpp_extension)],
+        "cmdclass": {"build_ext": build_command(cpp_extension)},
+    }
+
+
+setup(**native_parts())

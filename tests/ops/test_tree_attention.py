@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from trace_megatron.ops import check_subtree_end, reference, tree_attention
+from trace_megatron.ops import check_subtree_end, tree_attention
+from trace_megatron.ops.reference import tree_attention as reference
 
 
 def random_forest(num_tokens: int, generator: torch.Generator) -> torch.Tensor:
@@ -42,7 +43,7 @@ def inputs(num_tokens, heads, groups, dim, dtype, generator):
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (3, 1)])
 def test_equals_softmax_written_out(heads, groups, monkeypatch):
-    monkeypatch.setattr(reference, "_ROWS", 7)  # several blocks, the last one short
+    monkeypatch.setattr(reference, "ROWS", 7)  # several blocks, the last one short
     generator = torch.Generator().manual_seed(heads + groups)
     for num_tokens in (1, 7, 33):
         q, k, v = inputs(num_tokens, heads, groups, 5, torch.float64, generator)
@@ -60,7 +61,7 @@ def test_equals_softmax_written_out(heads, groups, monkeypatch):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_lower_precisions_over_block_borders(dtype, tolerance):
     generator = torch.Generator().manual_seed(0)
-    num_tokens = reference._ROWS + 90
+    num_tokens = reference.ROWS + 90
     q, k, v = inputs(num_tokens, 4, 2, 8, dtype, generator)
     end = random_forest(num_tokens, generator)
     out = tree_attention(q, k, v, end, 0.35)

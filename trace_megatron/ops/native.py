@@ -1,0 +1,34 @@
+"""The compiled ops, where they were built. Without them every op runs on its reference, after one warning."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+NAMES = ("tree_attention_forward", "tree_attention_backward")
+"""Ops that an extension of this version registers under ``torch.ops.trace_megatron``."""
+
+
+def _load() -> bool:
+    try:
+        from trace_megatron.ops import _native  # noqa: F401
+    except ImportError as error:
+        _warn(f"are not built ({error})")
+        return False
+    if not all(hasattr(torch.ops.trace_megatron, name) for name in NAMES):
+        _warn("were built from other sources than these")
+        return False
+    return True
+
+
+def _warn(found: str) -> None:
+    warnings.warn(
+        f"the native CPU ops {found}: their slower torch references run instead. "
+        "With a C++20 compiler, TRACE_BUILD=cpu pip install --no-build-isolation -e . builds them",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+AVAILABLE = _load()
