@@ -6,6 +6,7 @@ import logging
 import multiprocessing.util
 import os
 import select
+import shutil
 import signal
 import threading
 import warnings
@@ -13,19 +14,25 @@ import warnings
 OWNER_VARIABLE = "TRACE_MEGATRON_ENGINE_OWNER"
 """Process id of the engine's owner."""
 
+FOLDER_VARIABLE = "TRACE_MEGATRON_ENGINE_FOLDER"
+"""The engine's private folder of temporary files and sockets."""
 
-def _end_with(owner: int) -> None:
-    """Kill this process when ``owner`` ends, however it ends: vLLM's core would wait for it for ever."""
-    try:
-        handle = os.pidfd_open(owner)
-    except ProcessLookupError:
+
+def _end_with(owner: int, folder: str) -> None:
+    """End this process and remove ``folder`` when ``owner`` ends, however it ends: vLLM would wait for it for ever."""
+
+    def end() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)
-        return
 
     def watch() -> None:
         select.select([handle], [], [])  # readable once the process has ended
-        os.kill(os.getpid(), signal.SIGKILL)
+        end()
 
+    try:
+        handle = os.pidfd_open(owner)
+    except ProcessLookupError:
+        end()
     threading.Thread(target=watch, name="engine-owner", daemon=True).start()
 
 
@@ -34,4 +41,4 @@ if __name__ == "__mp_main__":
     warnings.simplefilter("ignore")
     # After vLLM and every finalizer have cleaned up: what follows, the interpreter's own end, hangs for seconds.
     multiprocessing.util.Finalize(None, os._exit, args=(1,), exitpriority=-1000)
-    _end_with(int(os.environ[OWNER_VARIABLE]))
+    _end_with(int(os.environ[OWNER_VARIABLE]), os.environ[FOLDER_VARIABLE])

@@ -1,4 +1,4 @@
-"""What an engine's process finds when it starts: its environment, its threads, and nothing of the trainer."""
+"""An engine's processes: what they find when they start, and that nothing of them is left."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
+import psutil
 import torch
 
 from trace_megatron.config import EngineConfig
@@ -28,8 +30,8 @@ def engine_environment(config: EngineConfig, folder: str) -> dict[str, str | Non
     }
     changes |= {
         engine_main.OWNER_VARIABLE: str(os.getpid()),
+        engine_main.FOLDER_VARIABLE: folder,
         "VLLM_RPC_BASE_PATH": folder,
-        "TMPDIR": folder,
         "VLLM_HOST_IP": "127.0.0.1",
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_NO_USAGE_STATS": "1",
@@ -45,6 +47,8 @@ def engine_environment(config: EngineConfig, folder: str) -> dict[str, str | Non
     threads = config.threads or max(1, len(cores) // config.tensor_parallel)
     # Without binding: the trainer's ranks live on the same cores, and vLLM's default would leave one of them idle.
     changes |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    # All that is compiled in eager mode is a token's rank among the logits: 10 s at the first request for 1% of a step.
+    changes |= {"TORCH_COMPILE_DISABLE": "1", "TMPDIR": folder}
     if config.tensor_parallel == 1:
         # The model runs in the engine's own process: a third process would double the start-up.
         changes["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -84,3 +88,29 @@ def stand_in_main() -> Iterator[None]:
         yield
     finally:
         sys.modules["__main__"] = main
+
+
+def processes_below(pids: Iterable[int]) -> list[psutil.Process]:
+    """The living processes among ``pids``, and all their descendants."""
+    family = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            family += [process, *process.children(recursive=True)]
+    return family
+
+
+def shared_files(family: Iterable[psutil.Process]) -> set[Path]:
+    """The named shared memory of ``family``, semaphores and queues: a process that is killed leaves it behind."""
+    maps = [line.split() for process in family for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+    # By inode: a semaphore is mapped under a name that it had before its last.
+    inodes = {int(fields[4]) for fields in maps if fields[5:] and fields[5].startswith("/dev/shm/")}
+    return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes}
+
+
+def kill(family: Sequence[psutil.Process], timeout_s: float) -> None:
+    """End what is still alive of ``family``, and wait for it."""
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=timeout_s)

@@ -13,7 +13,6 @@ import logging
 import math
 import tempfile
 from collections.abc import Awaitable, Sequence
-from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,14 @@ import torch
 from trace_megatron.config import EngineConfig
 from trace_megatron.errors import UserError
 from trace_megatron.rollout.engine import Completion, EngineError, SamplingSettings
-from trace_megatron.rollout.engine_process import engine_environment, environment, stand_in_main
+from trace_megatron.rollout.engine_process import (
+    engine_environment,
+    environment,
+    kill,
+    processes_below,
+    shared_files,
+    stand_in_main,
+)
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -73,6 +79,7 @@ class VLLMEngine:
         self._llm: AsyncLLM | None = None
         self._request_ids = itertools.count()
         self._folder: tempfile.TemporaryDirectory | None = None
+        self._shared_files: set[Path] = set()
         self._dead: asyncio.Future[str] | None = None
         self._blocked: asyncio.Future[str] | None = None
 
@@ -93,6 +100,7 @@ class VLLMEngine:
             raise EngineError(f"vLLM's engine did not start ({_sentence(error)}); its own log is above") from error
         for process in _core_processes(self._llm):
             loop.add_reader(process.sentinel, self._process_ended, process)
+        self._shared_files = shared_files(processes_below([process.pid for process in _core_processes(self._llm)]))
         await self.control("update_weight_version", "0")
 
     def _launch(self, folder: str) -> None:
@@ -204,13 +212,18 @@ class VLLMEngine:
             asyncio.get_running_loop().remove_reader(process.sentinel)
         if llm.output_handler is not None:
             llm.output_handler.cancel()  # it would report the end of the engine as a failure
-        await asyncio.to_thread(_shut_down, llm)
+        family = processes_below([process.pid for process in _core_processes(llm)])
+        await asyncio.to_thread(llm.shutdown, SHUTDOWN_S)
+        await asyncio.to_thread(kill, family, SHUTDOWN_S)
+        for path in self._shared_files:
+            path.unlink(missing_ok=True)
         self._folder.cleanup()
 
     def _process_ended(self, process: BaseProcess) -> None:
-        asyncio.get_running_loop().remove_reader(process.sentinel)
-        process.join(1.0)
-        self._fail(f"the engine's process ended unexpectedly (exit code {process.exitcode})")
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(process.sentinel)
+        # vLLM waits for the process in a thread of its own: a little later its exit code is known here too.
+        loop.call_later(0.1, lambda: self._fail(f"the engine's process ended (exit code {process.exitcode})"))
 
     def _fail(self, reason: str) -> None:
         if not self._dead.done():
@@ -232,7 +245,9 @@ class VLLMEngine:
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(_sentence(error)) from error
+            if self._llm is not None and self._llm.errored:  # the process is ending: wait to learn how
+                await asyncio.wait((self._dead,), timeout=SHUTDOWN_S)
+            raise EngineError(self._dead.result() if self._dead.done() else _sentence(error)) from error
         finally:
             task.cancel()
 
@@ -240,21 +255,6 @@ class VLLMEngine:
 def _core_processes(llm: AsyncLLM) -> list[BaseProcess]:
     """The engine's own children; tensor-parallel workers are theirs."""
     return llm.engine_core.resources.engine_manager.processes
-
-
-def _shut_down(llm: AsyncLLM) -> None:
-    import psutil
-
-    family = []
-    for core in _core_processes(llm):
-        with suppress(psutil.NoSuchProcess):
-            process = psutil.Process(core.pid)
-            family += [process, *process.children(recursive=True)]
-    llm.shutdown(timeout=SHUTDOWN_S)
-    for member in family:
-        with suppress(psutil.NoSuchProcess):
-            member.kill()
-    psutil.wait_procs(family, timeout=SHUTDOWN_S)
 
 
 def _forget_error(task: asyncio.Task) -> None:
