@@ -54,19 +54,21 @@ def train(folder: RunFolder, resume: bool) -> None:
         seed=config.run.seed,
     )
     with policy:
-        if policy.is_driver:
-            with _build_parts(config, policy) as parts:
-                drive(parts, folder, resume)
-        else:
+        if not policy.is_driver:
             policy.serve()
+            return
+        checkpoint = folder.latest_checkpoint() if resume else None
+        if checkpoint:  # before the engine starts: a checkpoint of another shape is refused at once
+            policy.load_checkpoint(checkpoint / "policy")
+        with _build_parts(config, policy) as parts:
+            drive(parts, folder, checkpoint)
 
 
-def drive(parts: Parts, folder: RunFolder, resume: bool) -> None:
+def drive(parts: Parts, folder: RunFolder, checkpoint: Path | None) -> None:
     """The run: restore, synchronise, step by step with validations and checkpoints, export."""
     config = parts.config
     first_step = 1
-    if resume:
-        checkpoint = folder.latest_checkpoint()
+    if checkpoint:
         first_step = _restore(parts, checkpoint) + 1
         say(f"resumed after step {first_step - 1} from {checkpoint}")
     # The engine read its weights from disk. Now it gets the trainer's, and they are compared before a step is spent.
@@ -126,9 +128,8 @@ def _checkpoint(parts: Parts, folder: RunFolder, step: int) -> None:
 
 
 def _restore(parts: Parts, checkpoint: Path) -> int:
-    """Put every part where the checkpoint left it; returns the step after which it was written."""
+    """Put every part but the policy where the checkpoint left it; returns the step after which it was written."""
     state = read_state(checkpoint)
-    parts.policy.load_checkpoint(checkpoint / "policy")
     parts.predictor.load(checkpoint / "predictor")
     parts.prompts.load_state(state["prompts"])
     parts.history.load_state_dict(state["history"])
