@@ -44,7 +44,7 @@ def policy(tmp_path_factory) -> Path:
     model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(0)
-    for _ in range(80):
+    for _ in range(20):
         chosen = torch.randperm(len(rows))[:8]
         loss = model(tokens[chosen], labels=targets[chosen]).loss
         loss.backward()
@@ -62,7 +62,7 @@ def write_config(folder: Path, model: Path, **sections) -> Path:
         "optimizer": {"learning_rate": 1e-3},
         "method": {"selector": "trace", "advantage": "tree_rpo"},
         "budget": {"candidates": 6, "rollouts": 8, "continuations": 2},
-        "predictor": {"kind": "model", "model": str(model), "num_layers": 1, "learning_rate": 1e-3},
+        "predictor": {"kind": "model", "model": str(model), "num_layers": 1, "dtype": "float32", "learning_rate": 1e-3},
         "rollout": {"max_turns": 3, "max_new_tokens": 16, "max_prompt_tokens": 512, "max_response_tokens": 512},
         "engine": {"dtype": "float32", "max_num_seqs": 32, "kv_cache_gib": 0.25},
         "env": {"name": "reasoning_gym", "params": {"tasks": TASKS}},
