@@ -10,7 +10,7 @@ import reasoning_gym
 
 from trace_megatron.config import EnvConfig
 from trace_megatron.envs import build_environment
-from trace_megatron.envs.reasoning_gym import ReasoningGym, extract_answer
+from trace_megatron.envs.reasoning_gym import GymState, ReasoningGym, extract_answer
 from trace_megatron.errors import UserError
 
 FOUR_TASKS = {
@@ -119,12 +119,19 @@ def test_answers_are_found(action, right, answer):
     assert extract_answer(action, right) == answer
 
 
-def test_examples_are_earlier_turns():
+def test_examples_are_earlier_turns_and_the_first_shows_a_second_try():
     env = ReasoningGym({"products": {"max_digits": 1}}, num_examples=2)
-    roles = [message["role"] for message in env.tasks("train")[0].messages]
-    assert roles == ["user", "assistant"] * 2 + ["user"]
-    assert env.tasks("train")[0].messages[:4] == env.tasks("validation")[7].messages[:4]
-    assert env.tasks("train")[0].messages[0]["content"] not in questions(env, "train", 500)
+    messages = env.tasks("train")[0].messages
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 3 + ["user"]
+    assert env.tasks("validation")[7].messages[:6] == messages[:6]
+    first, wrong, feedback, right = (message["content"] for message in messages[:4])
+    assert not {first, messages[4]["content"]} & set(questions(env, "train", 500))
+    factors = [int(word.strip("*.")) for word in first.split() if word.strip("*.").isdigit()]
+    assert right == f"Answer: {factors[0] * factors[1]}" != wrong
+    state = asyncio.run(env.reset(env.tasks("train")[0]))
+    shown = GymState(state.source, {**state.entry, "answer": right.removeprefix("Answer: ")}, 0)
+    assert step(env, shown, wrong).observation == ({"role": "user", "content": feedback},)
+    assert step(env, shown, right).done
 
 
 def test_a_list_may_name_one_task_twice():

@@ -68,11 +68,15 @@ class GymState:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """One configured kind of task: a generator for each split, and worked examples."""
+    """One configured kind of task."""
 
     label: str
     datasets: Mapping[str, ProceduralDataset]
-    examples: tuple[Mapping[str, Any], ...]
+    """A generator for each split."""
+    examples: tuple[Mapping[str, str], ...]
+    """The turns that show worked examples; empty without."""
+    shown: frozenset[str]
+    """The examples' questions: no task repeats one."""
 
 
 class ReasoningGym:
@@ -90,8 +94,9 @@ class ReasoningGym:
         """``tasks``: {name: parameters}, or a list of names and of mappings with a name and parameters.
 
         ``size``: tasks of each split; they are generated when asked for. ``num_examples``: solved tasks of the same
-        kind shown as earlier turns, for small models. ``partial_credit``: use the verifier's score as it is, else 1 for
-        a full score and 0 for anything less. Raises UserError for unknown names and wrong parameters.
+        kind shown as earlier turns, the first one at its second try; small models need them to keep to the form.
+        ``partial_credit``: use the verifier's score as it is, else 1 for a full score and 0 for anything less.
+        Raises UserError for unknown names and wrong parameters.
         """
         if unknown:
             known = ("tasks", "size", "seed", "num_examples", "partial_credit")
@@ -145,12 +150,16 @@ def extract_answer(action: str, right_answer: str) -> str | None:
     if "\n" not in right_answer:
         lines = text.splitlines() or [""]
         text = lines[0 if found else -1]
-    if _NUMBER.fullmatch(right_answer):
+    if _is_number(right_answer):
         return _last_match(_NUMBER, text)
     if _WORD.fullmatch(right_answer):
         return _last_match(_WORD, text)
     quotes = "*`\"' "
     return text.strip(quotes).removesuffix(".").strip(quotes) or None
+
+
+def _is_number(answer: str) -> bool:
+    return _NUMBER.fullmatch(answer) is not None
 
 
 def _last_match(pattern: re.Pattern[str], text: str) -> str | None:
@@ -187,28 +196,21 @@ class _GymTasks(Sequence[Task]):
         slot, position = divmod(number, len(self._sources))
         source = self._sources[position]
         index, entry = _draw(source, self._split, slot)
-        turns = [message for example in source.examples for message in _solved(example)]
         return Task(
             task_id=f"{source.label}-{self._split}-{slot}",
-            messages=(*turns, {"role": "user", "content": _question(entry)}),
+            messages=(*source.examples, {"role": "user", "content": _question(entry)}),
             payload={"source": position, "split": self._split, "index": index, "answer": entry["answer"]},
         )
-
-
-def _solved(entry: Mapping[str, Any]) -> Iterable[Mapping[str, str]]:
-    yield {"role": "user", "content": _question(entry)}
-    yield {"role": "assistant", "content": f"Answer: {entry['answer']}"}
 
 
 def _draw(source: _Source, split: str, slot: int) -> tuple[int, Mapping[str, Any]]:
     """The first candidate of a slot whose question belongs to the split, with its index in the generator."""
     dataset = source.datasets[split]
     slots = len(dataset) // _ROUNDS
-    examples = {example["question"] for example in source.examples}
     for draw in range(_MAX_DRAWS):
         index = (slot + draw * slots + draw // _ROUNDS) % len(dataset)
         entry = dataset[index]
-        if _split_of(entry["question"]) == split and entry["question"] not in examples:
+        if _split_of(entry["question"]) == split and entry["question"] not in source.shown:
             return index, entry
     raise UserError(
         f"expected enough different questions of '{source.label}' for the split '{split}', found none: "
@@ -261,13 +263,28 @@ def _build_source(
     size = per_source * _ROUNDS
     datasets = {split: _build_dataset(name, params, size, seed + k * _SEED_STRIDE) for k, split in enumerate(_SPLITS)}
     if not num_examples:
-        return _Source(label, datasets, ())
+        return _Source(label, datasets, (), frozenset())
     generator = _build_dataset(name, params, _MAX_DRAWS + num_examples, seed + len(_SPLITS) * _SEED_STRIDE)
-    examples: dict[str, Mapping[str, Any]] = {}
-    for entry in generator:
-        if len(examples) < num_examples and _split_of(entry["question"]) == "train":
-            examples.setdefault(entry["question"], entry)
-    return _Source(label, datasets, tuple(examples.values()))
+    drawn = {entry["question"]: entry for entry in generator if _split_of(entry["question"]) == "train"}
+    entries = list(drawn.values())[:num_examples]
+    return _Source(
+        label,
+        datasets,
+        tuple(_worked_examples(entries, [entry["answer"] for entry in drawn.values()])),
+        frozenset(entry["question"] for entry in entries),
+    )
+
+
+def _worked_examples(entries: Sequence[Mapping[str, Any]], answers: Sequence[str]) -> Iterable[Mapping[str, str]]:
+    """Questions with their answers; the first is answered wrongly before, with one of ``answers`` of the same kind."""
+    for number, entry in enumerate(entries):
+        right = entry["answer"]
+        yield {"role": "user", "content": _question(entry)}
+        wrong = [answer for answer in answers if answer != right and _is_number(answer) == _is_number(right)]
+        if number == 0 and wrong:
+            yield {"role": "assistant", "content": f"Answer: {wrong[0]}"}
+            yield {"role": "user", "content": _feedback(wrong[0])}
+        yield {"role": "assistant", "content": f"Answer: {right}"}
 
 
 def _build_dataset(name: str, params: dict[str, Any], size: int, seed: int) -> ProceduralDataset:
