@@ -5,23 +5,44 @@
 
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "../cpu/parallel.h"
 
 namespace trace_megatron {
 
 using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 // torch's intra-op threads (torch.set_num_threads); one inside a parallel region.
 Parallel torch_threads();
 
-// Name of the instruction set whose kernels run; setting TRACE_CPU_ISA chooses another one that the processor has.
 std::tuple<Tensor, Tensor> tree_attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                  const Tensor& subtree_end, const std::optional<Tensor>& query_index,
+                                                  const Tensor& subtree_end, const OptionalTensor& query_index,
                                                   double scale);
 std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k,
                                                            const Tensor& v, const Tensor& subtree_end,
-                                                           const std::optional<Tensor>& query_index, const Tensor& out,
+                                                           const OptionalTensor& query_index, const Tensor& out,
                                                            const Tensor& lse, double scale);
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_tree(const Tensor& tokens, const Tensor& offsets,
+                                                             const Tensor& parents, const OptionalTensor& leaves);
+std::tuple<Tensor, Tensor> cut_tree(const Tensor& offsets, const Tensor& parents, const Tensor& leaves,
+                                    int64_t tokens_per_bin, int64_t num_ranks);
+
+// Counts and indices of partial keys, full keys, partial queries, full queries.
+std::vector<Tensor> tree_block_mask(const Tensor& subtree_end, int64_t block_size);
+
+Tensor allocate_roots_op(const Tensor& success_probs, const Tensor& budgets, const Tensor& offsets,
+                         std::optional<int64_t> max_rollouts, bool exact);
+Tensor allocate_prefixes_op(const Tensor& repeat_probs, const Tensor& budgets, const Tensor& offsets);
+Tensor allocate_table_op(const Tensor& values, int64_t budget, bool exact);
+
+Tensor value_head_forward(const Tensor& hidden, const Tensor& index, const Tensor& norm_weight, const Tensor& weight,
+                          const OptionalTensor& bias, double eps);
+std::tuple<Tensor, Tensor, Tensor, Tensor> value_head_backward(const Tensor& grad_probs, const Tensor& probs,
+                                                               const Tensor& hidden, const Tensor& index,
+                                                               const Tensor& norm_weight, const Tensor& weight,
+                                                               const OptionalTensor& bias, double eps);
 
 }  // namespace trace_megatron

@@ -14,15 +14,13 @@
 namespace trace_megatron {
 namespace {
 
+// The processor's best kernels, or those that TRACE_CPU_ISA names.
 const AttentionKernels& kernels() {
-  static const AttentionKernels* chosen = [] {
-    const char* name = std::getenv("TRACE_CPU_ISA");
-    const AttentionKernels* found = attention_kernels(name && *name ? name : nullptr);
-    TORCH_CHECK_VALUE(found, "expected TRACE_CPU_ISA as generic, avx2, avx512 or avx512_bf16, one that this processor ",
-                      "has, found '", name, "'");
-    return found;
-  }();
-  return *chosen;
+  const char* name = std::getenv("TRACE_CPU_ISA");
+  const AttentionKernels* found = attention_kernels(name && *name ? name : nullptr);
+  TORCH_CHECK_VALUE(found, "expected TRACE_CPU_ISA as generic, avx2, avx512 or avx512_bf16, one that this processor ",
+                    "has, found '", name, "'");
+  return *found;
 }
 
 // Rows of a [tokens, heads, D] tensor; copied only where the last dimension has gaps.
@@ -42,16 +40,6 @@ void check_dense(const Tensor& x, const char* name, const Tensor& q, at::IntArra
                     x.device());
 }
 
-void check_forest_of(const int32_t* subtree_end, int64_t num_keys) {
-  std::vector<int32_t> stack(num_keys);
-  const ForestError error = check_forest(subtree_end, num_keys, stack.data());
-  TORCH_CHECK_VALUE(error.kind != ForestError::kRange, "expected ", error.token, " < subtree_end[", error.token,
-                    "] <= ", num_keys, ", found ", subtree_end[error.token]);
-  TORCH_CHECK_VALUE(error.kind != ForestError::kCrossing, "expected nested subtrees, found subtree [", error.token,
-                    ", ", subtree_end[error.token], ") crossing [", error.inside, ", ", subtree_end[error.inside],
-                    "): lay the forest out in preorder");
-}
-
 const int32_t* check_query_index(const Tensor& query_index, int64_t num_queries, int64_t num_keys) {
   const int32_t* index = checked_int32(query_index, "query_index", num_queries);
   for (int64_t i = 0; i < num_queries; ++i)
@@ -67,7 +55,7 @@ struct Call {
 };
 
 Call check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& subtree_end,
-           const std::optional<Tensor>& query_index, double scale) {
+           const OptionalTensor& query_index, double scale) {
   TORCH_CHECK_VALUE(q.dim() == 3 && k.dim() == 3 && k.sizes() == v.sizes() && q.size(2) == k.size(2) &&
                         (query_index || q.size(0) == k.size(0)),
                     "expected q [T, H, D] and k, v [T, G, D], found q ", q.sizes(), ", k ", k.sizes(), ", v ",
@@ -122,6 +110,16 @@ Workspace take_workspace(size_t bytes) {
 
 }  // namespace
 
+void check_forest_of(const int32_t* subtree_end, int64_t num_tokens) {
+  std::vector<int32_t> stack(num_tokens);
+  const ForestError error = check_forest(subtree_end, num_tokens, stack.data());
+  TORCH_CHECK_VALUE(error.kind != ForestError::kRange, "expected ", error.token, " < subtree_end[", error.token,
+                    "] <= ", num_tokens, ", found ", subtree_end[error.token]);
+  TORCH_CHECK_VALUE(error.kind != ForestError::kCrossing, "expected nested subtrees, found subtree [", error.token,
+                    ", ", subtree_end[error.token], ") crossing [", error.inside, ", ", subtree_end[error.inside],
+                    "): lay the forest out in preorder");
+}
+
 Parallel torch_threads() {
   const int num_threads = at::in_parallel_region() ? 1 : at::get_num_threads();
   return {num_threads, [](int threads, int64_t num_tasks, void (*body)(void*, int64_t, int), void* context) {
@@ -134,7 +132,7 @@ Parallel torch_threads() {
 }
 
 std::tuple<Tensor, Tensor> tree_attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                  const Tensor& subtree_end, const std::optional<Tensor>& query_index,
+                                                  const Tensor& subtree_end, const OptionalTensor& query_index,
                                                   double scale) {
   const Call call = check(q, k, v, subtree_end, query_index, scale);
   Tensor out = at::empty(q.sizes(), q.options());
@@ -149,7 +147,7 @@ std::tuple<Tensor, Tensor> tree_attention_forward(const Tensor& q, const Tensor&
 
 std::tuple<Tensor, Tensor, Tensor> tree_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k,
                                                            const Tensor& v, const Tensor& subtree_end,
-                                                           const std::optional<Tensor>& query_index, const Tensor& out,
+                                                           const OptionalTensor& query_index, const Tensor& out,
                                                            const Tensor& lse, double scale) {
   const Call call = check(q, k, v, subtree_end, query_index, scale);
   check_dense(grad_out, "grad_out", q, q.sizes());

@@ -6,7 +6,18 @@ import warnings
 
 import torch
 
-NAMES = ("tree_attention_forward", "tree_attention_backward")
+NAMES = (
+    "tree_attention_forward",
+    "tree_attention_backward",
+    "pack_tree",
+    "cut_tree",
+    "tree_block_mask",
+    "allocate_roots",
+    "allocate_prefixes",
+    "allocate_table",
+    "value_head_forward",
+    "value_head_backward",
+)
 """Ops that an extension of this version registers under ``torch.ops.trace_megatron``."""
 
 
