@@ -20,7 +20,7 @@ quickstart: $(STAMP) $(SMOLLM2)
 	$(BIN)/trace-megatron train -c configs/quickstart.yaml
 
 test: $(STAMP) $(SMOLLM2)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
