@@ -17,7 +17,8 @@ from tests.tiny_models import write_tiny_model
 from trace_megatron.config import EngineConfig, SyncConfig
 from trace_megatron.errors import UserError, WeightSyncError
 from trace_megatron.rollout.engine import EngineError, SamplingSettings
-from trace_megatron.rollout.engine_process import processes_below, shared_files
+from trace_megatron.rollout.engine_main import shared_files
+from trace_megatron.rollout.engine_process import processes_below
 from trace_megatron.rollout.vllm_engine import VLLMEngine
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync.push import WeightSync
@@ -273,7 +274,7 @@ def test_an_engine_that_dies_fails_everything_at_once(loop, engine, sync, old):
     """Last: it ends the engine."""
     core = engine._llm.engine_core.resources.engine_manager.processes[0]
     family = processes_below([core.pid])
-    files = shared_files(family)
+    files = set().union(*(shared_files(member.pid) for member in family))
     folder = Path(engine._folder.name)
     assert files and folder.is_dir()
 

@@ -44,10 +44,16 @@ def run(differences, tolerance=0.1, top_p=1.0, score=score):
 
 
 def test_agreement_is_measured():
-    difference = run([[0.01, -0.05], [0.0]])
+    difference = run([[0.01, -0.05], [0.0]], tolerance=0.2)
     assert difference.max == pytest.approx(0.05)
     assert difference.mean == pytest.approx(0.02)
     assert difference.num_tokens == 3
+
+
+def test_a_small_difference_everywhere_is_refused_too():
+    run([[0.09, 0.0], [0.0]], tolerance=0.3)
+    with pytest.raises(WeightSyncError, match="0.09 on average"):
+        run([[0.09, -0.09], [0.09]], tolerance=0.3)
 
 
 @pytest.mark.parametrize("change", [0.2, -0.2, math.inf, math.nan])
