@@ -52,7 +52,7 @@ def test_agreement_is_measured():
 
 def test_a_small_difference_everywhere_is_refused_too():
     run([[0.09, 0.0], [0.0]], tolerance=0.3)
-    with pytest.raises(WeightSyncError, match="0.09 on average"):
+    with pytest.raises(WeightSyncError, match=r"0\.09 on average"):
         run([[0.09, -0.09], [0.09]], tolerance=0.3)
 
 

@@ -62,9 +62,9 @@ async def verify(
         raise WeightSyncError(
             f"the engine's logprobs differ from the trainer's by up to {worst:.3g} and {mean:.3g} on average, allowed "
             f"are {tolerance:.3g} and {tolerance * MEAN_SHARE:.3g} (prompt {index}, position {position}, "
-            f"token {token}: engine {engine_logprob:.6g}, trainer {trainer_logprob:.6g}): the engine holds other weights, samples at another temperature, or reads the "
-            "model's configuration (RoPE, norms, tied head) differently; in bfloat16 a small excess is rounding, see "
-            "sync.verify_tolerance"
+            f"token {token}: engine {engine_logprob:.6g}, trainer {trainer_logprob:.6g}): the engine holds other "
+            "weights, samples at another temperature, or reads the model's configuration (RoPE, norms, tied head) "
+            "differently; in bfloat16 a small excess is rounding, see sync.verify_tolerance"
         )
     return LogprobDifference(worst, mean, len(compared))
 
