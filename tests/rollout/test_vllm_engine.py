@@ -20,6 +20,7 @@ from tests.tiny_models import write_tiny_model
 from trace_megatron.config import EngineConfig
 from trace_megatron.errors import UserError
 from trace_megatron.rollout.engine import EngineError
+from trace_megatron.rollout.engine_main import shared_files
 from trace_megatron.rollout.vllm_engine import VLLMEngine
 
 SHAPE = {"tied": False, "hidden": 64, "head_dim": 32, "initializer_range": 0.2}
@@ -123,7 +124,8 @@ def test_no_process_or_file_outlives_the_owner(owner):
     """Last: it kills the owner."""
     process, _, (core, folder) = owner
     family = [psutil.Process(core), *psutil.Process(core).children(recursive=True)]
-    assert folder.is_dir()
+    files = set().union(*(shared_files(member.pid) for member in family))
+    assert files and folder.is_dir()
     listening = [entry for entry in psutil.Process(core).net_connections() if entry.status == psutil.CONN_LISTEN]
     assert {entry.laddr.ip for entry in listening} <= {"127.0.0.1", "::1"}
     process.send_signal(signal.SIGKILL)
@@ -133,6 +135,7 @@ def test_no_process_or_file_outlives_the_owner(owner):
         time.sleep(0.05)
     assert not any(member.is_running() for member in family)
     assert not folder.exists()
+    assert not any(file.exists() for file in files)
 
 
 def refusal(engine):

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import warnings
+from pathlib import Path
 
 OWNER_VARIABLE = "TRACE_MEGATRON_ENGINE_OWNER"
 """Process id of the engine's owner."""
@@ -18,10 +19,21 @@ FOLDER_VARIABLE = "TRACE_MEGATRON_ENGINE_FOLDER"
 """The engine's private folder of temporary files and sockets."""
 
 
+def shared_files(pid: int) -> set[Path]:
+    """The named shared memory of a process, semaphores and queues: one that is killed leaves it behind."""
+    maps = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    # By inode: a semaphore is mapped under a name that it had before its last.
+    inodes = {int(fields[4]) for fields in maps if fields[5:] and fields[5].startswith("/dev/shm/")}
+    with os.scandir("/dev/shm") as entries:
+        return {Path(entry.path) for entry in entries if entry.inode() in inodes}
+
+
 def _end_with(owner: int, folder: str) -> None:
-    """End this process and remove ``folder`` when ``owner`` ends, however it ends: vLLM would wait for it for ever."""
+    """End this process with ``owner``, however that ends, and leave no file: vLLM would wait for it for ever."""
 
     def end() -> None:
+        for path in shared_files(os.getpid()):
+            path.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)
 

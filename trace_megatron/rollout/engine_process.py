@@ -8,7 +8,6 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 import psutil
 import torch
@@ -100,14 +99,6 @@ def processes_below(pids: Iterable[int]) -> list[psutil.Process]:
             process = psutil.Process(pid)
             family += [process, *process.children(recursive=True)]
     return family
-
-
-def shared_files(family: Iterable[psutil.Process]) -> set[Path]:
-    """The named shared memory of ``family``, semaphores and queues: a process that is killed leaves it behind."""
-    maps = [line.split() for process in family for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
-    # By inode: a semaphore is mapped under a name that it had before its last.
-    inodes = {int(fields[4]) for fields in maps if fields[5:] and fields[5].startswith("/dev/shm/")}
-    return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in inodes}
 
 
 def kill(family: Sequence[psutil.Process], timeout_s: float) -> None:

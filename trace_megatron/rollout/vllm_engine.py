@@ -22,12 +22,12 @@ import torch
 from trace_megatron.config import EngineConfig
 from trace_megatron.errors import UserError
 from trace_megatron.rollout.engine import Completion, EngineError, SamplingSettings
+from trace_megatron.rollout.engine_main import shared_files
 from trace_megatron.rollout.engine_process import (
     engine_environment,
     environment,
     kill,
     processes_below,
-    shared_files,
     stand_in_main,
 )
 
@@ -100,7 +100,8 @@ class VLLMEngine:
             raise EngineError(f"vLLM's engine did not start ({_sentence(error)}); its own log is above") from error
         for process in _core_processes(self._llm):
             loop.add_reader(process.sentinel, self._process_ended, process)
-        self._shared_files = shared_files(processes_below([process.pid for process in _core_processes(self._llm)]))
+        family = processes_below([process.pid for process in _core_processes(self._llm)])
+        self._shared_files = set().union(*(shared_files(process.pid) for process in family))
         await self.control("update_weight_version", "0")
 
     def _launch(self, folder: str) -> None:
