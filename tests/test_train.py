@@ -87,7 +87,9 @@ def read_metrics(run: Path) -> list[dict]:
 def without_clock(line: dict) -> dict:
     """A step's numbers without those that a clock made."""
     return {
-        key: value for key, value in line.items() if not (key.startswith("seconds/") or key.endswith(("_s", "seconds")))
+        key: value
+        for key, value in line.items()
+        if not (key.startswith("seconds/") or key.endswith(("_s", "seconds", "predictor_share")))
     }
 
 

@@ -20,7 +20,7 @@ from trace_megatron.config import Config
 from trace_megatron.log import progress
 from trace_megatron.metrics import StepMetrics, Stopwatch
 from trace_megatron.policy.worker import Policy
-from trace_megatron.predictor import Predictor, PredictorDiagnostics, predictor_diagnostics
+from trace_megatron.predictor import Predictor, PredictorDiagnostics, TimedScores, predictor_diagnostics
 from trace_megatron.rollout.collector import Collector
 from trace_megatron.rollout.engine import SamplingSettings
 from trace_megatron.rollout.prompts import PromptSource
@@ -41,6 +41,8 @@ class Parts:
     config: Config
     prompts: PromptSource
     predictor: Predictor
+    prefix_scores: TimedScores
+    """What the collector asks for V of prefixes."""
     selector: Selector
     history: PromptHistory
     collector: Collector
@@ -82,6 +84,7 @@ def run_step(parts: Parts, step: int) -> tuple[StepMetrics, list[RolloutTree]]:
     with clock("weight_sync"):
         sync_stats, engine_difference = push_weights(parts, version=step)
 
+    predictor_s = clock.seconds["root_scores"] + parts.prefix_scores.take_seconds() + clock.seconds["predictor_update"]
     return StepMetrics(
         step=step,
         groups={
@@ -91,6 +94,7 @@ def run_step(parts: Parts, step: int) -> tuple[StepMetrics, list[RolloutTree]]:
             "calibration": _calibration(candidates, root_probs_P, trees),
             "sync": sync_stats,
             "verify": engine_difference or {},
+            "time": {"predictor_share": predictor_s / sum(clock.seconds.values())},
         },
         seconds=clock.seconds,
     ), trees

@@ -17,7 +17,7 @@ from trace_megatron.errors import RolloutError, UserError, WeightSyncError
 from trace_megatron.log import progress, say
 from trace_megatron.metrics import MetricsWriter, StepMetrics, read_lines
 from trace_megatron.policy.worker import Policy
-from trace_megatron.predictor import ConstantPredictor, build_predictor
+from trace_megatron.predictor import ConstantPredictor, TimedScores, build_predictor
 from trace_megatron.report.lines import describe_failures, describe_step, describe_totals
 from trace_megatron.rollout.collector import Collector
 from trace_megatron.rollout.engine import EngineError
@@ -97,11 +97,13 @@ def drive(parts: Parts, folder: RunFolder, checkpoint: Path | None) -> None:
 def _build_parts(config: Config, policy: Policy) -> Iterator[Parts]:
     with asyncio.Runner() as loop, open_sampling(config, loop) as sampling:
         predictor = build_predictor(config.predictor, config.run.seed) or ConstantPredictor()
+        prefix_scores = TimedScores(predictor)
         selector = build_selector(config.method, config.budget)
         yield Parts(
             config=config,
             prompts=sampling.prompts("train"),
             predictor=predictor,
+            prefix_scores=prefix_scores,
             selector=selector,
             history=PromptHistory(),
             collector=Collector(
@@ -109,7 +111,7 @@ def _build_parts(config: Config, policy: Policy) -> Iterator[Parts]:
                 sampling.environment,
                 sampling.renderer,
                 selector,
-                predictor.score_prefixes_many,
+                prefix_scores,
                 config.rollout,
                 config.run.seed,
                 max_model_len(config),

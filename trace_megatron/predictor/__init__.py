@@ -4,7 +4,7 @@ from trace_megatron.predictor.build import build_predictor
 from trace_megatron.predictor.controls import ConstantPredictor, OraclePredictor
 from trace_megatron.predictor.diagnostics import PredictorDiagnostics, predictor_diagnostics
 from trace_megatron.predictor.neural import NeuralPredictor
-from trace_megatron.predictor.protocol import Predictor, PredictorStats
+from trace_megatron.predictor.protocol import Predictor, PredictorStats, TimedScores
 
 __all__ = [
     "ConstantPredictor",
@@ -13,6 +13,7 @@ __all__ = [
     "Predictor",
     "PredictorDiagnostics",
     "PredictorStats",
+    "TimedScores",
     "build_predictor",
     "predictor_diagnostics",
 ]

@@ -5,6 +5,7 @@ Legend: P prompts, A anchors of one tree.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,3 +57,22 @@ class Predictor(Protocol):
     def load(self, folder: Path) -> None:
         """Read what ``save`` wrote. Raises UserError where it is missing or of another kind or shape."""
         ...
+
+
+class TimedScores:
+    """``score_prefixes_many`` with a count of the seconds it took: it runs inside the rollouts, on a thread."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._predictor = predictor
+        self._seconds = 0.0
+
+    def __call__(self, trees: Sequence[RolloutTree]) -> list[np.ndarray]:
+        start_s = time.perf_counter()
+        scores = self._predictor.score_prefixes_many(trees)
+        self._seconds += time.perf_counter() - start_s
+        return scores
+
+    def take_seconds(self) -> float:
+        """Seconds since the last call of this method."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds

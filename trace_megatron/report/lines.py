@@ -53,6 +53,7 @@ def describe_totals(lines: list[Mapping[str, Any]]) -> list[str]:
         f" ({unpacked / max(packed, 1):.2f}x)",
         "bare rollouts per candidate: " + _histogram([line["rollout/allocation_histogram"] for line in lines]),
         *_continuations([line["rollout/continuations_by_turn"] for line in lines]),
+        f"predictor's share of the time: {_mean([line['time/predictor_share'] for line in lines]):.1%}",
         "time: " + _seconds(phases),
     ]
 
@@ -72,6 +73,10 @@ def _continuations(by_turn: list[list[int]]) -> list[str]:
     if not counts:
         return []
     return ["continuations by turn of their prefix: " + ", ".join(f"{n} after {t}" for t, n in enumerate(counts, 1))]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / max(len(values), 1)
 
 
 def _added(rows: list[list[int]]) -> list[int]:
