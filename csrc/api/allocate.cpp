@@ -100,9 +100,9 @@ Tensor allocate_table_op(const Tensor& values, int64_t budget, bool exact) {
   TORCH_CHECK_VALUE(budget >= 0 && budget < std::numeric_limits<int32_t>::max(), "expected budget from 0 to ",
                     std::numeric_limits<int32_t>::max() - 1, ", found ", budget);
   Tensor counts = at::empty({values.size(0)}, at::kLong);
-  Tensor choices = at::empty({values.size(0), budget + 1}, at::kInt);
+  Tensor table = at::empty({values.size(0), budget + 1}, at::kDouble);
   TORCH_CHECK_VALUE(allocate_table(data, values.size(0), values.size(1) - 1, budget, exact,
-                                   choices.mutable_data_ptr<int32_t>(), counts.mutable_data_ptr<int64_t>()),
+                                   table.mutable_data_ptr<double>(), counts.mutable_data_ptr<int64_t>()),
                     "expected a budget that the table can spend exactly, found ", budget);
   return counts;
 }

@@ -1,7 +1,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
-#include <atomic>
 #include <cstdlib>
 #include <limits>
 #include <vector>
@@ -122,11 +121,9 @@ void check_forest_of(const int32_t* subtree_end, int64_t num_tokens) {
 
 Parallel torch_threads() {
   const int num_threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-  return {num_threads, [](int threads, int64_t num_tasks, void (*body)(void*, int64_t, int), void* context) {
-            std::atomic<int64_t> next{0};  // tasks differ in size: whoever is free takes the next one
+  return {num_threads, [](int threads, void (*work)(void*, int), void* context) {
             at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
-              for (int64_t thread = begin; thread < end; ++thread)
-                for (int64_t task = next++; task < num_tasks; task = next++) body(context, task, int(thread));
+              for (int64_t thread = begin; thread < end; ++thread) work(context, int(thread));
             });
           }};
 }

@@ -103,6 +103,22 @@ void close_hole(const RootMarginals& marginals, int64_t num_prompts, const RootB
   }
 }
 
+constexpr int64_t kSpends = 16;  // sums that stay in registers
+
+// after[s] = max over counts of before[s - count] + value[count], for s < num_spends <= kSpends.
+void best_of_counts(const double* before, const double* value, int64_t cap, int64_t num_spends, double* after) {
+  double best[kSpends];
+  std::fill(best, best + kSpends, -kInfinity);
+  if (num_spends == kSpends) {
+    for (int64_t count = 0; count <= cap; ++count)
+      for (int64_t i = 0; i < kSpends; ++i) best[i] = std::max(best[i], before[i - count] + value[count]);
+  } else {
+    for (int64_t count = 0; count <= cap; ++count)
+      for (int64_t i = 0; i < num_spends; ++i) best[i] = std::max(best[i], before[i - count] + value[count]);
+  }
+  std::copy(best, best + num_spends, after);
+}
+
 }  // namespace
 
 void allocate_roots(const double* success_probs, int64_t num_prompts, const RootBudget& budget, int64_t* counts) {
@@ -129,30 +145,29 @@ void allocate_prefixes(const double* repeat_probs, int64_t num_prefixes, int64_t
   });
 }
 
-bool allocate_table(const double* values, int64_t num_rows, int64_t cap, int64_t budget, bool exact, int32_t* choices,
+bool allocate_table(const double* values, int64_t num_rows, int64_t cap, int64_t budget, bool exact, double* table,
                     int64_t* counts) {
-  // best[cap + s] for a spend of s; what lies before is forbidden, so that no count needs a bound
-  std::vector<double> best(cap + budget + 1, -kInfinity), totals(budget + 1);
+  const int64_t width = budget + 1;
+  // the best of each spend, before the row and after it; what lies before is forbidden, so that no count needs a bound
+  std::vector<double> best(cap + width, -kInfinity), after(width);
   best[cap] = 0.0;
   for (int64_t row = 0; row < num_rows; ++row) {
-    const double* value = values + row * (cap + 1);
-    int32_t* choice = choices + row * (budget + 1);
-    const double* before = best.data() + cap;
-    std::fill(totals.begin(), totals.end(), -kInfinity);
-    for (int64_t count = 0; count <= cap; ++count)
-      for (int64_t spend = 0; spend <= budget; ++spend)
-        totals[spend] = std::max(totals[spend], before[spend - count] + value[count]);
-    for (int64_t count = cap; count >= 0; --count)
-      for (int64_t spend = 0; spend <= budget; ++spend)
-        if (before[spend - count] + value[count] >= totals[spend] - kAuthorsTolerance) choice[spend] = int32_t(count);
-    for (int64_t spend = 0; spend <= budget; ++spend) totals[spend] = before[spend - choice[spend]] + value[choice[spend]];
-    std::copy(totals.begin(), totals.end(), best.begin() + cap);
+    const double *value = values + row * (cap + 1), *before = best.data() + cap;
+    std::copy(before, before + width, table + row * width);
+    for (int64_t first = 0; first < width; first += kSpends)
+      best_of_counts(before + first, value, cap, std::min(kSpends, width - first), after.data() + first);
+    std::copy(after.begin(), after.end(), best.begin() + cap);
   }
   int64_t spend = exact ? budget : std::max_element(best.begin() + cap, best.end()) - (best.begin() + cap);
-  if (best[cap + spend] == -kInfinity) return false;
+  double reached = best[cap + spend];
+  if (reached == -kInfinity) return false;
   for (int64_t row = num_rows - 1; row >= 0; --row) {
-    counts[row] = choices[row * (budget + 1) + spend];
-    spend -= counts[row];
+    const double *value = values + row * (cap + 1), *before = table + row * width;
+    int64_t count = 0;
+    while (before[spend - count] + value[count] < reached - kAuthorsTolerance) ++count;
+    counts[row] = count;
+    spend -= count;
+    reached = before[spend];
   }
   return true;
 }

@@ -22,8 +22,8 @@ void allocate_prefixes(const double* repeat_probs, int64_t num_prefixes, int64_t
 
 // The best counts for any table of values [num_rows, cap + 1], -infinity where an entry is forbidden: a dynamic program.
 // Of entries within 1e-12 of the best the smallest count is taken, the last row first. Returns false where the budget
-// cannot be spent. `choices` holds num_rows * (budget + 1) values.
-bool allocate_table(const double* values, int64_t num_rows, int64_t cap, int64_t budget, bool exact, int32_t* choices,
+// cannot be spent. `table` holds num_rows * (budget + 1) values.
+bool allocate_table(const double* values, int64_t num_rows, int64_t cap, int64_t budget, bool exact, double* table,
                     int64_t* counts);
 
 }  // namespace trace_megatron

@@ -20,16 +20,20 @@ class BackwardPass {
   static constexpr int64_t kKeys = kGroup * kPanel;
 
   BackwardPass(const AttentionBackward& call, int num_threads, Arena& arena)
-      : call_(call), sizes_(call.args), length_(sizes_.dim / kDepth), num_runs_(count_runs(sizes_, num_threads)) {
+      : call_(call),
+        sizes_(call.args),
+        length_(sizes_.dim / kDepth),
+        num_runs_(count_runs(sizes_, num_threads)),
+        waves_(sizes_, bytes_per_head(), num_runs_, num_threads) {
+    waves_.take(arena);
     forest_.take(sizes_, arena);
-    const int64_t num_elems = sizes_.num_groups * sizes_.num_panels * kPanel * length_;
-    turned_keys_ = arena.take<Elem>(num_elems);
-    turned_values_ = arena.take<Elem>(num_elems);
-    paired_keys_ = arena.take<Elem>(num_elems);
+    turned_keys_ = arena.take<Elem>(waves_.num_slots() * head_elems());
+    turned_values_ = arena.take<Elem>(waves_.num_slots() * head_elems());
+    paired_keys_ = arena.take<Elem>(waves_.num_slots() * head_elems());
     run_begin_ = arena.take<int64_t>(num_runs_ + 1);
     run_panels_ = arena.take<int64_t>(num_runs_);
-    key_sums_ = arena.take<float>(sizes_.num_groups * num_runs_ * run_size());
-    value_sums_ = arena.take<float>(sizes_.num_groups * num_runs_ * run_size());
+    key_sums_ = arena.take<float>(waves_.num_slots() * num_runs_ * run_size());
+    value_sums_ = arena.take<float>(waves_.num_slots() * num_runs_ * run_size());
     scratch_begin_ = arena.take<char>(0);
     Scratch scratch;
     Arena measured(nullptr);
@@ -41,12 +45,11 @@ class BackwardPass {
   void run(const Parallel& parallel) {
     forest_.fill(sizes_, call_.args.subtree_end);
     divide_blocks();
-    auto pack = [this](int64_t task, int thread) { pack_panel(task, thread); };
-    parallel.for_each(sizes_.num_groups * sizes_.num_panels, pack);
-    auto differentiate = [this](int64_t task, int thread) { differentiate_run(task, thread); };
-    parallel.for_each(sizes_.num_groups * num_runs_, differentiate);
-    auto write = [this](int64_t task, int) { write_panel(task); };
-    parallel.for_each(sizes_.num_groups * sizes_.num_panels, write);
+    waves_.plan(sizes_, sizes_.num_panels, num_runs_, sizes_.num_panels);
+    const auto task = [](void* pass, const Stage& stage, int64_t index, int thread) {
+      static_cast<BackwardPass*>(pass)->run_task(stage, index, thread);
+    };
+    run_stages(parallel, waves_.stages, waves_.num_stages, task, this);
   }
 
  private:
@@ -91,7 +94,11 @@ class BackwardPass {
     return smaller(runs, sizes.num_blocks > 0 ? sizes.num_blocks : 1);
   }
 
+  int64_t head_elems() const { return sizes_.num_panels * kPanel * length_; }
   int64_t run_size() const { return sizes_.num_panels * kPanel * sizes_.dim; }
+  int64_t bytes_per_head() const {
+    return head_elems() * 3 * int64_t(sizeof(Elem)) + num_runs_ * run_size() * 2 * int64_t(sizeof(float));
+  }
 
   Scratch scratch(int thread) const {
     Arena arena(scratch_begin_ + size_t(thread) * scratch_bytes_);
@@ -124,10 +131,21 @@ class BackwardPass {
     }
   }
 
-  void pack_panel(int64_t task, int thread) const {
-    const int64_t group = task / sizes_.num_panels, panel = task % sizes_.num_panels;
+  void run_task(const Stage& stage, int64_t task, int thread) const {
+    const int64_t heads = stage.num_tasks / (stage.kind == Waves::kCompute ? num_runs_ : sizes_.num_panels);
+    const int64_t place = task % heads, part = task / heads;
+    const int64_t group = waves_.group(stage.wave, place), slot = waves_.slot(stage.wave, place);
+    switch (stage.kind) {
+      case Waves::kPack: return pack_panel(group, slot, part, thread);
+      case Waves::kCompute: return differentiate_run(group, slot, part, thread);
+      default: return write_panel(group, slot, part);
+    }
+  }
+
+  // `slot` is the head's place in what is laid out and in the sums.
+  void pack_panel(int64_t group, int64_t slot, int64_t panel, int thread) const {
     const Scratch s = scratch(thread);
-    const int64_t offset = task * kPanel * length_;
+    const int64_t offset = slot * head_elems() + panel * kPanel * length_;
     Pack::read_panel(call_.args.k, sizes_, panel, group, s.panel);
     Pack::turn(s.panel, sizes_.dim, turned_keys_ + offset);
     Pack::pair(s.panel, kPanel, sizes_.dim, paired_keys_ + offset);
@@ -135,10 +153,9 @@ class BackwardPass {
     Pack::turn(s.panel, sizes_.dim, turned_values_ + offset);
   }
 
-  void differentiate_run(int64_t task, int thread) const {
-    const int64_t group = task / num_runs_, run = task % num_runs_;
-    float* key_sums = key_sums_ + task * run_size();
-    float* value_sums = value_sums_ + task * run_size();
+  void differentiate_run(int64_t group, int64_t slot, int64_t run, int thread) const {
+    float* key_sums = key_sums_ + (slot * num_runs_ + run) * run_size();
+    float* value_sums = value_sums_ + (slot * num_runs_ + run) * run_size();
     const size_t used = size_t(run_panels_[run] * kPanel * sizes_.dim) * sizeof(float);
     memset(key_sums, 0, used);
     memset(value_sums, 0, used);
@@ -146,7 +163,7 @@ class BackwardPass {
     for (int64_t index = run_begin_[run]; index < run_begin_[run + 1]; ++index) {
       s.block.open(sizes_, forest_, call_.args.position, index);
       read_block(s, group);
-      differentiate_block(s, group, key_sums, value_sums);
+      differentiate_block(s, slot * head_elems(), key_sums, value_sums);
       write_block(s, group);
     }
   }
@@ -165,26 +182,22 @@ class BackwardPass {
       if (row >= s.block.num_rows) continue;
       const int64_t token = s.block.first + row / sizes_.heads_per_group;
       const int64_t head = group * sizes_.heads_per_group + row % sizes_.heads_per_group;
-      const In* grad = Pack::row(call_.grad_out, token, head);
-      const In* out = Pack::row(call_.out, token, head);
-      float delta = 0.0f;
-      for (int64_t d = 0; d < sizes_.head_dim; ++d) delta += to_float(grad[d]) * to_float(out[d]);
-      s.delta[row] = delta;
+      s.delta[row] =
+          Pack::dot(Pack::row(call_.grad_out, token, head), Pack::row(call_.out, token, head), sizes_.head_dim);
       s.lse[row] = call_.lse[token * call_.args.num_heads + head] * kLog2E;
     }
   }
 
-  void differentiate_block(const Scratch& s, int64_t group, float* key_sums, float* value_sums) const {
-    const int64_t offset = group * sizes_.num_panels * kPanel * length_;
+  void differentiate_block(const Scratch& s, int64_t head, float* key_sums, float* value_sums) const {
     for (int64_t first = 0; first < s.block.num_visible; first += kGroup) {
       const int64_t count = smaller(kGroup, s.block.num_visible - first);
       const int32_t* panels = s.block.panels + first;
       const RowRange rows = s.block.rows_of(sizes_, forest_, first, count);
       for (int64_t row = rows.begin; row < rows.end; row += kTileRows) {
         alignas(64) float scores[kTileRows * kKeys], prob_grads[kTileRows * kKeys];
-        multiply_panels<Product>(s.queries + row * length_, length_, panels, count, turned_keys_ + offset, scores,
+        multiply_panels<Product>(s.queries + row * length_, length_, panels, count, turned_keys_ + head, scores,
                                  kKeys);
-        multiply_panels<Product>(s.grads + row * length_, length_, panels, count, turned_values_ + offset, prob_grads,
+        multiply_panels<Product>(s.grads + row * length_, length_, panels, count, turned_values_ + head, prob_grads,
                                  kKeys);
         if (first + count <= s.block.num_full) {
           differentiate_softmax<false>(s, row, panels, count, scores, prob_grads);
@@ -199,7 +212,7 @@ class BackwardPass {
       }
       for (int64_t row = rows.begin; row < rows.end; row += kTileRows)
         add_rows<Product>(s.score_grads_by_key + row * (kKeys / kDepth), kKeys / kDepth, panels, count,
-                          paired_keys_ + offset, nullptr, s.query_sums + row * sizes_.dim, sizes_.dim);
+                          paired_keys_ + head, nullptr, s.query_sums + row * sizes_.dim, sizes_.dim);
     }
   }
 
@@ -251,33 +264,36 @@ class BackwardPass {
     }
   }
 
-  void write_panel(int64_t task) const {
-    const int64_t group = task / sizes_.num_panels, panel = task % sizes_.num_panels;
+  void write_panel(int64_t group, int64_t slot, int64_t panel) const {
     for (int64_t token = panel * kPanel; token < smaller((panel + 1) * kPanel, sizes_.num_keys); ++token) {
       const int64_t at = (token * sizes_.num_groups + group) * sizes_.head_dim;
-      write_sum(key_sums_, group, panel, token, static_cast<In*>(call_.grad_k) + at);
-      write_sum(value_sums_, group, panel, token, static_cast<In*>(call_.grad_v) + at);
+      write_sum(key_sums_, slot, panel, token, static_cast<In*>(call_.grad_k) + at);
+      write_sum(value_sums_, slot, panel, token, static_cast<In*>(call_.grad_v) + at);
     }
   }
 
-  void write_sum(const float* sums, int64_t group, int64_t panel, int64_t token, In* to) const {
-    for (int64_t d = 0; d < sizes_.head_dim; ++d) {
-      float sum = 0.0f;
-      for (int64_t run = 0; run < num_runs_; ++run)
-        if (panel < run_panels_[run]) sum += sums[(group * num_runs_ + run) * run_size() + token * sizes_.dim + d];
-      from_float(sum, to[d]);
+  // Adds up, in the first run's memory, what the runs found for one key; runs of lower blocks may not reach it.
+  void write_sum(float* sums, int64_t slot, int64_t panel, int64_t token, In* to) const {
+    float* total = sums + slot * num_runs_ * run_size() + token * sizes_.dim;
+    if (panel >= run_panels_[0]) memset(total, 0, size_t(sizes_.head_dim) * sizeof(float));
+    for (int64_t run = 1; run < num_runs_; ++run) {
+      const float* sum = total + run * run_size();
+      if (panel < run_panels_[run])
+        for (int64_t d = 0; d < sizes_.head_dim; ++d) total[d] += sum[d];
     }
+    for (int64_t d = 0; d < sizes_.head_dim; ++d) from_float(total[d], to[d]);
   }
 
   const AttentionBackward& call_;
   const Sizes sizes_;
   const int64_t length_, num_runs_;
+  Waves waves_;
   Forest forest_;
-  Elem *turned_keys_, *turned_values_;  // [G, num_panels, length, kPanel]
-  Elem* paired_keys_;                   // [G, num_panels * kPanel / depth, dim]
+  Elem *turned_keys_, *turned_values_;  // [slots, num_panels, length, kPanel]
+  Elem* paired_keys_;                   // [slots, num_panels * kPanel / depth, dim]
   int64_t* run_begin_;                  // [num_runs + 1] first block of each run
   int64_t* run_panels_;                 // [num_runs] panels that a run may see
-  float *key_sums_, *value_sums_;       // [G, num_runs, num_panels * kPanel, dim]
+  float *key_sums_, *value_sums_;       // [slots, num_runs, num_panels * kPanel, dim]
   char* scratch_begin_;
   size_t scratch_bytes_;
 };

@@ -11,15 +11,18 @@ class ForwardPass {
  public:
   typedef typename Product::Elem Elem;
   typedef Packing<Product, In> Pack;
-  static constexpr int64_t kGroup = 8;  // panels between two looks at the running maximum
+  static constexpr int64_t kGroup = 16;  // panels between two looks at the running maximum
   static constexpr int64_t kKeys = kGroup * kPanel;
 
   ForwardPass(const AttentionForward& call, int num_threads, Arena& arena)
-      : call_(call), sizes_(call.args), length_(sizes_.dim / Product::kDepth) {
+      : call_(call),
+        sizes_(call.args),
+        length_(sizes_.dim / Product::kDepth),
+        waves_(sizes_, head_elems() * 2 * int64_t(sizeof(Elem)), sizes_.num_blocks, num_threads) {
+    waves_.take(arena);
     forest_.take(sizes_, arena);
-    const int64_t num_elems = sizes_.num_groups * sizes_.num_panels * kPanel * length_;
-    turned_keys_ = arena.take<Elem>(num_elems);
-    paired_values_ = arena.take<Elem>(num_elems);
+    turned_keys_ = arena.take<Elem>(waves_.num_slots() * head_elems());
+    paired_values_ = arena.take<Elem>(waves_.num_slots() * head_elems());
     scratch_begin_ = arena.take<char>(0);
     Scratch scratch;
     Arena measured(nullptr);
@@ -30,13 +33,11 @@ class ForwardPass {
 
   void run(const Parallel& parallel) {
     forest_.fill(sizes_, call_.args.subtree_end);
-    auto pack = [this](int64_t task, int thread) { pack_panel(task, thread); };
-    parallel.for_each(sizes_.num_groups * sizes_.num_panels, pack);
-    // the last blocks of a long tree see most keys: they go first
-    auto attend = [this](int64_t task, int thread) {
-      this->attend(task % sizes_.num_groups, sizes_.num_blocks - 1 - task / sizes_.num_groups, thread);
+    waves_.plan(sizes_, sizes_.num_panels, sizes_.num_blocks, 0);
+    const auto task = [](void* pass, const Stage& stage, int64_t index, int thread) {
+      static_cast<ForwardPass*>(pass)->run_task(stage, index, thread);
     };
-    parallel.for_each(sizes_.num_groups * sizes_.num_blocks, attend);
+    run_stages(parallel, waves_.stages, waves_.num_stages, task, this);
   }
 
  private:
@@ -69,17 +70,30 @@ class ForwardPass {
     return scratch;
   }
 
-  void pack_panel(int64_t task, int thread) const {
-    const int64_t group = task / sizes_.num_panels, panel = task % sizes_.num_panels;
+  int64_t head_elems() const { return sizes_.num_panels * kPanel * length_; }
+
+  void run_task(const Stage& stage, int64_t task, int thread) const {
+    const int64_t heads = stage.num_tasks / (stage.kind == Waves::kPack ? sizes_.num_panels : sizes_.num_blocks);
+    const int64_t place = task % heads, group = waves_.group(stage.wave, place);
+    const int64_t offset = waves_.slot(stage.wave, place) * head_elems();
+    if (stage.kind == Waves::kPack) {
+      pack_panel(group, offset, task / heads, thread);
+    } else {  // the last blocks of a long tree see most keys: they go first
+      attend(group, offset, sizes_.num_blocks - 1 - task / heads, thread);
+    }
+  }
+
+  // `head` is where a head's keys and values begin in what is laid out.
+  void pack_panel(int64_t group, int64_t head, int64_t panel, int thread) const {
     const Scratch s = scratch(thread);
-    const int64_t offset = task * kPanel * length_;
+    const int64_t offset = head + panel * kPanel * length_;
     Pack::read_panel(call_.args.k, sizes_, panel, group, s.panel);
     Pack::turn(s.panel, sizes_.dim, turned_keys_ + offset);
     Pack::read_panel(call_.args.v, sizes_, panel, group, s.panel);
     Pack::pair(s.panel, kPanel, sizes_.dim, paired_values_ + offset);
   }
 
-  void attend(int64_t group, int64_t index, int thread) const {
+  void attend(int64_t group, int64_t head, int64_t index, int thread) const {
     Scratch s = scratch(thread);
     s.block.open(sizes_, forest_, call_.args.position, index);
     const int64_t num_rows = round_up(s.block.num_rows, kTileRows);
@@ -88,14 +102,13 @@ class ForwardPass {
     memset(s.weights, 0, size_t(num_rows * kWidth) * sizeof(float));
     for (int64_t row = 0; row < num_rows; ++row) s.top[row] = -kInfinity;
 
-    const int64_t offset = group * sizes_.num_panels * kPanel * length_;
     for (int64_t first = 0; first < s.block.num_visible; first += kGroup) {
       const int64_t count = smaller(kGroup, s.block.num_visible - first);
       const int32_t* panels = s.block.panels + first;
       const RowRange rows = s.block.rows_of(sizes_, forest_, first, count);
       for (int64_t row = rows.begin; row < rows.end; row += kTileRows) {
         alignas(64) float scores[kTileRows * kKeys];
-        multiply_panels<Product>(s.queries + row * length_, length_, panels, count, turned_keys_ + offset, scores,
+        multiply_panels<Product>(s.queries + row * length_, length_, panels, count, turned_keys_ + head, scores,
                                  kKeys);
         if (first + count <= s.block.num_full) {
           softmax<false>(s, row, panels, count, scores);
@@ -105,7 +118,7 @@ class ForwardPass {
       }
       for (int64_t row = rows.begin; row < rows.end; row += kTileRows)
         add_rows<Product>(s.probs + row * (kKeys / Product::kDepth), kKeys / Product::kDepth, panels, count,
-                          paired_values_ + offset, s.factor + row, s.sums + row * sizes_.dim, sizes_.dim);
+                          paired_values_ + head, s.factor + row, s.sums + row * sizes_.dim, sizes_.dim);
     }
     write(s, group);
   }
@@ -155,9 +168,10 @@ class ForwardPass {
   const AttentionForward& call_;
   const Sizes sizes_;
   const int64_t length_;
+  Waves waves_;
   Forest forest_;
-  Elem* turned_keys_;    // [G, num_panels, length, kPanel]
-  Elem* paired_values_;  // [G, num_panels * kPanel / depth, dim]
+  Elem* turned_keys_;    // [slots, num_panels, length, kPanel]
+  Elem* paired_values_;  // [slots, num_panels * kPanel / depth, dim]
   char* scratch_begin_;
   size_t scratch_bytes_;
 };

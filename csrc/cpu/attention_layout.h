@@ -13,7 +13,9 @@ namespace {
 
 constexpr int kPanel = 16;
 constexpr int kPanelVecs = kPanel / kWidth;
-constexpr int64_t kBlockRows = 128;  // operands and scores of a block stay in a 256 KiB cache, head dim 128
+constexpr int64_t kBlockRows = 64;  // more make chains no faster and bushy forests slower
+constexpr int64_t kRowsAhead = 8;
+constexpr int64_t kWaveBytes = int64_t(2) << 20;  // of laid out keys and values that are worked on at a time
 constexpr float kLog2E = 1.44269504f;
 constexpr float kLn2 = 0.693147181f;
 constexpr float kInfinity = __builtin_inff();
@@ -102,6 +104,46 @@ struct Forest {
   }
 };
 
+// Key/value heads are worked on in waves, so that what is laid out for them stays in cache and its memory is used again:
+// by the wave after next. A head has `tasks` tasks; where they can be dealt out evenly over the threads, they are.
+struct Waves {
+  enum Kind { kPack, kCompute, kWrite };
+
+  int64_t heads, count;
+  Stage* stages;
+  int64_t num_stages = 0;
+
+  Waves(const Sizes& sizes, int64_t bytes_per_head, int64_t tasks, int num_threads) {
+    heads = kWaveBytes / (bytes_per_head + 1);
+    heads = heads < 1 ? 1 : heads;
+    while (heads < sizes.num_groups && heads * tasks % num_threads != 0) ++heads;
+    heads = smaller(heads, sizes.num_groups);
+    count = (sizes.num_groups + heads - 1) / heads;
+  }
+  void take(Arena& arena) { stages = arena.take<Stage>(3 * count); }
+
+  int64_t num_slots() const { return 2 * heads; }  // of memory
+  int64_t slot(int64_t wave, int64_t place) const { return wave % 2 * heads + place; }
+  int64_t group(int64_t wave, int64_t place) const { return wave * heads + place; }
+
+  // Tasks for each head of: laying it out, the work itself, writing what it sums up (0: there is nothing to write).
+  void plan(const Sizes& sizes, int64_t pack_tasks, int64_t compute_tasks, int64_t write_tasks) {
+    num_stages = 0;
+    int64_t computed[2] = {-1, -1}, written[2] = {-1, -1}, packed[2] = {-1, -1};  // last stages, by memory
+    const auto num_heads = [&](int64_t wave) { return smaller(heads, sizes.num_groups - wave * heads); };
+    const auto add = [&](Kind kind, int64_t wave, int64_t tasks, int64_t after, int64_t and_after) {
+      stages[num_stages] = {kind, wave, tasks * num_heads(wave), {after, and_after}};
+      return num_stages++;
+    };
+    for (int64_t wave = 0; wave < count + 2; ++wave) {
+      const int64_t i = wave % 2;
+      if (wave < count) packed[i] = add(kPack, wave, pack_tasks, computed[i], -1);
+      if (wave >= 2 && write_tasks) written[i] = add(kWrite, wave - 2, write_tasks, computed[i], -1);
+      if (wave < count) computed[i] = add(kCompute, wave, compute_tasks, packed[i], written[i]);
+    }
+  }
+};
+
 struct RowRange {
   int64_t begin, end;
 };
@@ -162,9 +204,7 @@ struct Block {
 
 // Lanes of keys from `key` on that a query at `position` sees.
 TRACE_INLINE IntVec visible_lanes(const Forest& forest, int64_t key, int32_t position) {
-  int32_t index[kWidth];
-  for (int i = 0; i < kWidth; ++i) index[i] = int32_t(key) + i;
-  return (load(index) <= splat(position)) & (load(forest.end + key) > splat(position));
+  return (count_from(int32_t(key)) <= splat(position)) & (load(forest.end + key) > splat(position));
 }
 
 // Reading and reordering rows of q, k, v and grad_out. Elem rows are [dim / depth]: what lies together along d.
@@ -185,6 +225,26 @@ struct Packing {
     }
     const size_t width = kDepth == 1 ? sizeof(float) : sizeof(In);
     memset(reinterpret_cast<char*>(to) + size_t(head_dim) * width, 0, size_t(dim - head_dim) * width);
+  }
+
+  // Rows of one head lie far apart in memory: the processor does not see the next ones coming.
+  static void prefetch(const In* row, int64_t ahead, int64_t head_dim) {
+#if defined(__GNUC__)
+    const uintptr_t from = reinterpret_cast<uintptr_t>(row) + uintptr_t(ahead) * sizeof(In);  // may lie beyond the end
+    for (uintptr_t byte = 0; byte < uintptr_t(head_dim) * sizeof(In); byte += 64)
+      __builtin_prefetch(reinterpret_cast<const void*>(from + byte));
+#endif
+  }
+
+  static float dot(const In* a, const In* b, int64_t head_dim) {
+    float sums[kPanel] = {};
+    int64_t d = 0;
+    for (; d + kPanel <= head_dim; d += kPanel)
+      for (int64_t i = 0; i < kPanel; ++i) sums[i] += to_float(a[d + i]) * to_float(b[d + i]);
+    for (int64_t i = 0; d + i < head_dim; ++i) sums[i] += to_float(a[d + i]) * to_float(b[d + i]);
+    float sum = 0.0f;
+    for (int64_t i = 0; i < kPanel; ++i) sum += sums[i];
+    return sum;
   }
 
   // Rows that follow each other along k, where k counts rows: two by two where an Elem holds two.
@@ -227,9 +287,12 @@ struct Packing {
   // All rows of a block, the padding of the last tile included, which is zero.
   static void read_block(const Rows& rows, const Sizes& sizes, const Block& block, int64_t group, Elem* to) {
     const int64_t length = sizes.dim / kDepth;
+    const int64_t tokens_ahead = (kRowsAhead + sizes.heads_per_group - 1) / sizes.heads_per_group;
     for (int64_t i = 0; i < block.num_rows; ++i) {
       const int64_t head = group * sizes.heads_per_group + i % sizes.heads_per_group;
-      read(row(rows, block.first + i / sizes.heads_per_group, head), sizes.head_dim, sizes.dim, to + i * length);
+      const In* from = row(rows, block.first + i / sizes.heads_per_group, head);
+      prefetch(from, tokens_ahead * rows.token_stride, sizes.head_dim);
+      read(from, sizes.head_dim, sizes.dim, to + i * length);
     }
     memset(to + block.num_rows * length, 0,
            size_t((round_up(block.num_rows, kTileRows) - block.num_rows) * length) * sizeof(Elem));

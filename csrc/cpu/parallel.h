@@ -7,18 +7,21 @@ namespace trace_megatron {
 
 struct Parallel {
   int num_threads = 1;
-  // Calls body(context, task, thread) once for every task in [0, num_tasks), in any order; thread < num_threads.
-  void (*run)(int num_threads, int64_t num_tasks, void (*body)(void*, int64_t, int), void* context) = nullptr;
-
-  template <class Body>
-  void for_each(int64_t num_tasks, Body& body) const {
-    auto call = [](void* context, int64_t task, int thread) { (*static_cast<Body*>(context))(task, thread); };
-    if (num_threads > 1 && num_tasks > 1) {
-      run(num_threads, num_tasks, call, &body);
-    } else {
-      for (int64_t task = 0; task < num_tasks; ++task) body(task, 0);
-    }
-  }
+  // Calls work(context, thread) for each thread in [0, num_threads), at the same time or one after the other.
+  void (*run)(int num_threads, void (*work)(void*, int), void* context) = nullptr;
 };
+
+// Equal pieces of work that may run at the same time.
+struct Stage {
+  int kind;            // what the work is: the kernel's own numbers
+  int64_t wave;        // which part of the data
+  int64_t num_tasks;
+  int64_t after[2];    // earlier stages that must be complete, -1 for none
+};
+
+// Runs all tasks of all stages, taken in order, on all threads. A thread waits only where its task needs an unfinished
+// stage: there is one parallel region however many stages there are, and no barrier that every thread must reach.
+void run_stages(const Parallel& parallel, const Stage* stages, int64_t num_stages,
+                void (*task)(void* context, const Stage&, int64_t index, int thread), void* context);
 
 }  // namespace trace_megatron

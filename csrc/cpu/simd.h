@@ -41,7 +41,7 @@ typedef float Vec __attribute__((vector_size(kWidth * 4)));
 typedef int32_t IntVec __attribute__((vector_size(kWidth * 4)));
 typedef uint32_t BitVec __attribute__((vector_size(kWidth * 4)));
 
-TRACE_INLINE Vec splat(float x) { return Vec{} + x; }
+TRACE_INLINE Vec splat(float x) { return x - Vec{}; }  // a bare broadcast: + 0 would have to turn -0 into 0
 TRACE_INLINE IntVec splat(int32_t x) { return IntVec{} + x; }
 TRACE_INLINE Vec where(IntVec mask, Vec yes, Vec no) { return mask ? yes : no; }
 // x * 2^n, where n stands in the low bits of the number `exponent`; no overflow is looked for.
@@ -69,6 +69,7 @@ TRACE_INLINE IntVec operator<(Vec a, Vec b) { IntVec r; TRACE_LANES(-(a[i] < b[i
 TRACE_INLINE IntVec operator>(Vec a, Vec b) { IntVec r; TRACE_LANES(-(a[i] > b[i])); }
 TRACE_INLINE IntVec operator<=(IntVec a, IntVec b) { IntVec r; TRACE_LANES(-(a[i] <= b[i])); }
 TRACE_INLINE IntVec operator>(IntVec a, IntVec b) { IntVec r; TRACE_LANES(-(a[i] > b[i])); }
+TRACE_INLINE IntVec operator+(IntVec a, IntVec b) { IntVec r; TRACE_LANES(a[i] + b[i]); }
 TRACE_INLINE IntVec operator&(IntVec a, IntVec b) { IntVec r; TRACE_LANES(a[i] & b[i]); }
 TRACE_INLINE Vec where(IntVec mask, Vec yes, Vec no) { Vec r; TRACE_LANES(mask[i] ? yes[i] : no[i]); }
 TRACE_INLINE Vec scale_by_exponent(Vec x, Vec exponent) {
@@ -92,6 +93,11 @@ TRACE_INLINE IntVec load(const int32_t* p) {
   IntVec v;
   memcpy(&v, p, sizeof v);
   return v;
+}
+// first, first + 1, ...
+TRACE_INLINE IntVec count_from(int32_t first) {
+  static const int32_t kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load(kLanes) + splat(first);
 }
 TRACE_INLINE void store(float* p, Vec v) { memcpy(p, &v, sizeof v); }
 

@@ -97,7 +97,7 @@ def test_ranks_are_balanced_by_attention_not_by_tokens(built, monkeypatch):
     monkeypatch.setattr(native, "AVAILABLE", built)
     chains = [(1280, -1)] * 2
     bushes = [(0, -1), *[(128, 2)] * 10, (0, -1), *[(128, 13)] * 10]
-    sizes, parents = zip(*chains, *bushes, strict=False) if False else zip(*(chains + bushes), strict=True)
+    sizes, parents = zip(*chains, *bushes, strict=True)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.tensor(sizes).cumsum(0)])
     parents = torch.tensor(parents)
     cut = cut_tree(offsets, parents, tips_of(parents), 1280, 2)

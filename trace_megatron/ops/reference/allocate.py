@@ -46,7 +46,7 @@ def allocate_table(values: torch.Tensor, budget: int, exact: bool) -> torch.Tens
     for row in values.tolist():
         totals = [[best[spend - k] + row[k] for k in range(min(len(row), spend + 1))] for spend in range(budget + 1)]
         choices.append([next(k for k, x in enumerate(t) if x >= max(t) - _AUTHORS_TOLERANCE) for t in totals])
-        best = [total[k] for total, k in zip(totals, choices[-1], strict=True)]
+        best = [max(total) for total in totals]
     spend = budget if exact else best.index(max(best))
     if best[spend] == -math.inf:
         raise ValueError(f"expected a budget that the table can spend exactly, found {budget}")
