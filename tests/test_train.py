@@ -161,6 +161,8 @@ def test_the_exported_policy_loads_and_was_trained(runs, policy):
         (["predictor.kind=none"], ["predictor"]),
         (["rollout.max_response_tokens=100000"], ["max_response_tokens", "2048"]),
         (["budget.rollouts=1"], ["1"]),
+        (["run.steps=0"], ["run.steps", "0"]),
+        (["validation.prompts=0"], ["validation.prompts", "0"]),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, policy, overrides, words, monkeypatch, capsys):

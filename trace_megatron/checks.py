@@ -38,7 +38,26 @@ def check_config(config: Config) -> None:
 def check_engine(config: Config) -> None:
     """The part of the checks that evaluation needs too."""
     model = read_hf_config(config.policy.model)
-    rollout = config.rollout
+    rollout, validation = config.rollout, config.validation
+    counts = {
+        "run.steps": config.run.steps,
+        "policy.tokens_per_micro_batch": config.policy.tokens_per_micro_batch,
+        "rollout.max_turns": rollout.max_turns,
+        "rollout.max_new_tokens": rollout.max_new_tokens,
+        "rollout.max_prompt_tokens": rollout.max_prompt_tokens,
+        "rollout.max_response_tokens": rollout.max_response_tokens,
+        "engine.tensor_parallel": config.engine.tensor_parallel,
+        "engine.max_num_seqs": config.engine.max_num_seqs,
+        "validation.prompts": validation.prompts,
+        "validation.samples": validation.samples,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise UserError(f"expected {name} of at least 1, found {count}")
+    if validation.temperature <= 0:
+        raise UserError(
+            f"expected validation.temperature above 0, found {validation.temperature}: 0.01 is all but greedy"
+        )
     if rollout.temperature <= 0:
         raise UserError(
             f"expected rollout.temperature above 0, found {rollout.temperature}: greedy rollouts have no group"

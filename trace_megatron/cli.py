@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from trace_megatron.config import load_config
-from trace_megatron.errors import UserError
+from trace_megatron.errors import RolloutError, UserError
 from trace_megatron.launch.local import run_ranks
 from trace_megatron.log import say
+from trace_megatron.rollout.engine import EngineError
 from trace_megatron.run_folder import RunFolder
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -66,6 +67,9 @@ def main() -> None:
     except UserError as error:
         say(f"error: {error}")
         sys.exit(2)
+    except (EngineError, RolloutError) as error:
+        say(f"error: {error}")
+        sys.exit(1)
 
 
 if __name__ == "__main__":
