@@ -5,6 +5,8 @@ built where torch and a C++20 compiler are found, and where not, the ops run on 
 """
 
 import os
+import shlex
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
@@ -32,14 +34,26 @@ def cpu_extension(cpp_extension) -> Extension:
     flags = ["-std=c++20", "-O3", "-g0", "-ffp-contract=fast", "-fno-math-errno", "-Wno-psabi"]
     if os.name == "nt":
         flags = ["/std:c++20", "/O2"]
-    elif sys.platform.startswith("linux"):
-        # Compiled for OpenMP, yet not linked to a runtime: torch brings its own, and two would fight for the cores.
+    elif sys.platform.startswith("linux") and compiler_is_gcc():
+        # Compiled for OpenMP, yet not linked to a runtime: torch brings GCC's, and two would fight for the cores.
+        # Other compilers' code calls other runtimes: without the flag, the ops start threads of their own.
         flags.append("-fopenmp")
     sources = sorted(str(path.relative_to(ROOT)) for pattern in CPU_SOURCES for path in ROOT.glob(pattern))
     headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/**/*.h"))
     return cpp_extension.CppExtension(
         "trace_megatron.ops._native", sources, depends=headers, extra_compile_args={"cxx": flags}
     )
+
+
+def compiler_is_gcc() -> bool:
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    try:
+        macros = subprocess.run(
+            [*compiler, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True
+        ).stdout
+    except OSError:
+        return False
+    return "__GNUC__" in macros and "__clang__" not in macros
 
 
 def build_command(cpp_extension) -> type:

@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 #include <limits>
+#include <thread>
 #include <vector>
 
 #include "../cpu/attention.h"
@@ -121,10 +122,17 @@ void check_forest_of(const int32_t* subtree_end, int64_t num_tokens) {
 
 Parallel torch_threads() {
   const int num_threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-  return {num_threads, [](int threads, void (*work)(void*, int), void* context) {
-            at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+  return {num_threads, [](int count, void (*work)(void*, int), void* context) {
+#ifdef _OPENMP
+            at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
               for (int64_t thread = begin; thread < end; ++thread) work(context, int(thread));
             });
+#else  // parallel_for would run on this thread alone: torch's workers belong to an OpenMP that this compiler has not
+            std::vector<std::thread> others;
+            for (int thread = 1; thread < count; ++thread) others.emplace_back(work, context, thread);
+            work(context, 0);
+            for (std::thread& other : others) other.join();
+#endif
           }};
 }
 

@@ -18,6 +18,9 @@ extern const AttentionKernels kAttentionAvx512BFloat16;
 
 const AttentionKernels* attention_kernels(const char* name) {
   const auto wanted = [name](const AttentionKernels& kernels) { return !name || !strcmp(name, kernels.name); };
+#if TRACE_HAS_AVX2
+  __builtin_cpu_init();
+#endif
 #if TRACE_HAS_AVX512
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
