@@ -46,6 +46,7 @@ TORCH_LIBRARY_IMPL(trace_megatron, CPU, m) {
 }
 
 PyMODINIT_FUNC PyInit__native() {
-  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_native", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

@@ -52,8 +52,8 @@ void check_root_budget(int64_t num_prompts, const RootBudget& budget, bool cappe
   if (!capped) return;
   const int64_t most = budget.max_rollouts;
   TORCH_CHECK_VALUE(most >= 2, "expected max_rollouts of at least 2, found ", most, ": one rollout shows no contrast");
-  TORCH_CHECK_VALUE((wanted - 1) / most + 1 <= num_prompts, "expected a budget of at most ", num_prompts,
-                    " prompts x ", most, " rollouts, found ", wanted,
+  TORCH_CHECK_VALUE((wanted - 1) / most + 1 <= num_prompts, "expected a budget of at most ", num_prompts, " prompts x ",
+                    most, " rollouts, found ", wanted,
                     ": raise max_rollouts or the number of prompts, or spend at most the budget (exact=False)");
   TORCH_CHECK_VALUE(most != 2 || wanted % 2 == 0, "expected an even budget where max_rollouts is 2, found ", wanted);
 }
@@ -88,10 +88,10 @@ Tensor allocate_prefixes_op(const Tensor& repeat_probs, const Tensor& budgets, c
 }
 
 Tensor allocate_table_op(const Tensor& values, int64_t budget, bool exact) {
-  TORCH_CHECK_VALUE(values.device().is_cpu() && values.scalar_type() == at::kDouble && values.dim() == 2 &&
-                        values.size(1) > 0,
-                    "expected a table of values [P, cap + 1] as float64 on the cpu, found ", values.scalar_type(), " ",
-                    values.sizes(), " on ", values.device());
+  TORCH_CHECK_VALUE(
+      values.device().is_cpu() && values.scalar_type() == at::kDouble && values.dim() == 2 && values.size(1) > 0,
+      "expected a table of values [P, cap + 1] as float64 on the cpu, found ", values.scalar_type(), " ",
+      values.sizes(), " on ", values.device());
   const Tensor dense = values.contiguous();
   const double* data = dense.const_data_ptr<double>();
   for (int64_t i = 0; i < values.numel(); ++i)

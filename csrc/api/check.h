@@ -33,8 +33,8 @@ inline const int64_t* checked_offsets(const at::Tensor& tensor, const char* name
   TORCH_CHECK_VALUE(size > 0 && offsets[0] == 0 && offsets[size - 1] == total, "expected ", name, " from 0 to ", total,
                     ", found ", size ? offsets[0] : -1, " to ", size ? offsets[size - 1] : -1);
   for (int64_t i = 1; i < size; ++i)
-    TORCH_CHECK_VALUE(offsets[i - 1] <= offsets[i], "expected ", name, " that do not fall, found ", offsets[i], " after ",
-                      offsets[i - 1], " at place ", i);
+    TORCH_CHECK_VALUE(offsets[i - 1] <= offsets[i], "expected ", name, " that do not fall, found ", offsets[i],
+                      " after ", offsets[i - 1], " at place ", i);
   return offsets;
 }
 

@@ -33,8 +33,7 @@ const int64_t* check_leaves(const Tensor& leaves, int64_t num_segments) {
 }  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> pack_tree(const Tensor& tokens, const Tensor& offsets,
-                                                             const Tensor& parents,
-                                                             const OptionalTensor& leaves) {
+                                                             const Tensor& parents, const OptionalTensor& leaves) {
   const int64_t* ids = checked_int64(tokens, "tokens");
   const Segments segments = check_segments(offsets, parents, tokens.size(0));
   const int64_t* kept = leaves ? check_leaves(*leaves, segments.num_segments) : nullptr;

@@ -60,8 +60,8 @@ Call check(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& subt
                         (query_index || q.size(0) == k.size(0)),
                     "expected q [T, H, D] and k, v [T, G, D], found q ", q.sizes(), ", k ", k.sizes(), ", v ",
                     v.sizes());
-  TORCH_CHECK_VALUE(k.size(1) > 0 && q.size(1) % k.size(1) == 0,
-                    "expected query heads a multiple of key heads, found ", q.size(1), " and ", k.size(1));
+  TORCH_CHECK_VALUE(k.size(1) > 0 && q.size(1) % k.size(1) == 0, "expected query heads a multiple of key heads, found ",
+                    q.size(1), " and ", k.size(1));
   TORCH_CHECK_VALUE(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(),
                     "expected q, k, v of one float dtype, found ", q.scalar_type(), ", ", k.scalar_type(), ", ",
                     v.scalar_type());

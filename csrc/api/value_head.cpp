@@ -68,7 +68,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> value_head_backward(const Tensor& gra
                       x.scalar_type(), " ", x.sizes());
   const Tensor grads = grad_probs.contiguous(), saved = probs.contiguous();
   const int64_t num_channels = call.head.num_channels;
-  Tensor grad_rows = at::zeros({index.size(0), num_channels}, at::kFloat), scaled = at::zeros({num_channels}, at::kFloat);
+  Tensor grad_rows = at::zeros({index.size(0), num_channels}, at::kFloat),
+         scaled = at::zeros({num_channels}, at::kFloat);
   float bias_grad = 0.0f;
   for (int64_t i = 0; i < index.size(0); ++i) {
     const float prob = saved.const_data_ptr<float>()[i];

@@ -24,7 +24,7 @@ bool later(const Offer& a, const Offer& b) {
   return a.level != b.level ? a.level > b.level : a.row > b.row;
 }
 
-// Takes up to `budget` units in order. next(row, count) is the offer after `count` taken units, value < 0 where none is.
+// Takes up to `budget` units in order. next(row, count) is the offer after `count` taken units, below 0 for none.
 template <class Next>
 void take_best(int64_t num_rows, int64_t budget, bool paid_only, int64_t* counts, const Next& next) {
   std::vector<Offer> offers;

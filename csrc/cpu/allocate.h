@@ -20,9 +20,9 @@ void allocate_roots(const double* success_probs, int64_t num_prompts, const Root
 // counts[i] >= 0 of n prefixes that sum to the budget and maximise the sum of 1 - q^k.
 void allocate_prefixes(const double* repeat_probs, int64_t num_prefixes, int64_t budget, int64_t* counts);
 
-// The best counts for any table of values [num_rows, cap + 1], -infinity where an entry is forbidden: a dynamic program.
-// Of entries within 1e-12 of the best the smallest count is taken, the last row first. Returns false where the budget
-// cannot be spent. `table` holds num_rows * (budget + 1) values.
+// The best counts for any table of values [num_rows, cap + 1], -infinity where an entry is forbidden: a dynamic
+// program. Of entries within 1e-12 of the best the smallest count is taken, the last row first. Returns false where the
+// budget cannot be spent. `table` holds num_rows * (budget + 1) values.
 bool allocate_table(const double* values, int64_t num_rows, int64_t cap, int64_t budget, bool exact, double* table,
                     int64_t* counts);
 

@@ -2,7 +2,8 @@
 
 #if TRACE_HAS_AVX512_BF16
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma"))), \
+                             apply_to = function)
 #else
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")
 #endif
@@ -11,7 +12,8 @@
 #include "attention_kernels.h"
 
 namespace trace_megatron {
-extern const AttentionKernels kAttentionAvx512BFloat16{"avx512_bf16", forward_workspace, backward_workspace, forward, backward};
+extern const AttentionKernels kAttentionAvx512BFloat16{"avx512_bf16", forward_workspace, backward_workspace, forward,
+                                                       backward};
 }
 #if defined(__clang__)
 #pragma clang attribute pop

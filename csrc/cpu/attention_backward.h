@@ -1,8 +1,8 @@
 // The backward pass: scores computed again, five products for each block and group of panels.
 //
-// A task is a run of blocks of one key/value head. It owns its rows of grad_q; grad_k and grad_v it sums up in memory of
-// its own, and the sums of a head's tasks are added in their order at the end: results depend on the number of threads,
-// never on their timing.
+// A task is a run of blocks of one key/value head. It owns its rows of grad_q; grad_k and grad_v it sums up in memory
+// of its own, and the sums of a head's tasks are added in their order at the end: results depend on the number of
+// threads, never on their timing.
 #pragma once
 
 #include "attention_layout.h"
@@ -136,9 +136,12 @@ class BackwardPass {
     const int64_t place = task % heads, part = task / heads;
     const int64_t group = waves_.group(stage.wave, place), slot = waves_.slot(stage.wave, place);
     switch (stage.kind) {
-      case Waves::kPack: return pack_panel(group, slot, part, thread);
-      case Waves::kCompute: return differentiate_run(group, slot, part, thread);
-      default: return write_panel(group, slot, part);
+      case Waves::kPack:
+        return pack_panel(group, slot, part, thread);
+      case Waves::kCompute:
+        return differentiate_run(group, slot, part, thread);
+      default:
+        return write_panel(group, slot, part);
     }
   }
 
@@ -195,8 +198,7 @@ class BackwardPass {
       const RowRange rows = s.block.rows_of(sizes_, forest_, first, count);
       for (int64_t row = rows.begin; row < rows.end; row += kTileRows) {
         alignas(64) float scores[kTileRows * kKeys], prob_grads[kTileRows * kKeys];
-        multiply_panels<Product>(s.queries + row * length_, length_, panels, count, turned_keys_ + head, scores,
-                                 kKeys);
+        multiply_panels<Product>(s.queries + row * length_, length_, panels, count, turned_keys_ + head, scores, kKeys);
         multiply_panels<Product>(s.grads + row * length_, length_, panels, count, turned_values_ + head, prob_grads,
                                  kKeys);
         if (first + count <= s.block.num_full) {
@@ -224,7 +226,8 @@ class BackwardPass {
     for (int64_t vec = 0; vec < num_panels * kPanelVecs; ++vec) {
       const int64_t column = vec * kWidth;
       Vec probs[kTileRows], grads[kTileRows];
-      TRACE_UNROLL for (int i = 0; i < kTileRows; ++i) {
+      TRACE_UNROLL
+      for (int i = 0; i < kTileRows; ++i) {
         probs[i] = exp2(load(scores + i * kKeys + column) * scale2 - splat(s.lse[row + i]));
         grads[i] = probs[i] * (load(prob_grads + i * kKeys + column) - splat(s.delta[row + i])) * scale;
         if constexpr (kMasked) {
@@ -233,7 +236,8 @@ class BackwardPass {
           probs[i] = where(visible, probs[i], splat(0.0f));
           grads[i] = where(visible, grads[i], splat(0.0f));
         }
-        if constexpr (kDepth != 1) Product::write(s.score_grads_by_key + ((row + i) * kKeys + column) / kDepth, grads[i]);
+        if constexpr (kDepth != 1)
+          Product::write(s.score_grads_by_key + ((row + i) * kKeys + column) / kDepth, grads[i]);
       }
       Product::write_turned(s.probs + row / kDepth * kKeys + column, kKeys, probs);
       Product::write_turned(s.score_grads + row / kDepth * kKeys + column, kKeys, grads);

@@ -108,8 +108,7 @@ class ForwardPass {
       const RowRange rows = s.block.rows_of(sizes_, forest_, first, count);
       for (int64_t row = rows.begin; row < rows.end; row += kTileRows) {
         alignas(64) float scores[kTileRows * kKeys];
-        multiply_panels<Product>(s.queries + row * length_, length_, panels, count, turned_keys_ + head, scores,
-                                 kKeys);
+        multiply_panels<Product>(s.queries + row * length_, length_, panels, count, turned_keys_ + head, scores, kKeys);
         if (first + count <= s.block.num_full) {
           softmax<false>(s, row, panels, count, scores);
         } else {
@@ -159,7 +158,7 @@ class ForwardPass {
       const int64_t head = group * sizes_.heads_per_group + row % sizes_.heads_per_group;
       const int64_t at = token * call_.args.num_heads + head;
       const float weight = sum_lanes(load(s.weights + row * kWidth));
-      call_.lse[at] = s.top[row] * kLn2 + __builtin_logf(weight);
+      call_.lse[at] = s.top[row] * kLn2 + logf(weight);
       In* out = static_cast<In*>(call_.out) + at * sizes_.head_dim;
       for (int64_t d = 0; d < sizes_.head_dim; ++d) from_float(s.sums[row * sizes_.dim + d] / weight, out[d]);
     }

@@ -26,8 +26,8 @@ void write_runs(const BlockLists& lists, int64_t row, int64_t num_blocks, int64_
 
 void build_block_mask(const int32_t* subtree_end, int64_t num_tokens, int64_t block, const BlockMask& mask) {
   const int64_t num_blocks = (num_tokens + block - 1) / block;
-  // Blocks of queries in [i + 1, full_end[i]) see all keys of block i; those in [full_end[i], seen_end[i]) see some. Its
-  // own queries see some, or all where the only query sees itself: that is so for blocks of one token.
+  // Blocks of queries in [i + 1, full_end[i]) see all keys of block i; those in [full_end[i], seen_end[i]) see some.
+  // Its own queries see some, or all where the only query sees itself: that is so for blocks of one token.
   std::vector<int64_t> full_end(num_blocks), seen_end(num_blocks);
   const int64_t own_is_full = block == 1;
   for (int64_t i = 0; i < num_blocks; ++i) {

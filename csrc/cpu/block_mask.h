@@ -5,7 +5,7 @@
 
 namespace trace_megatron {
 
-// One list of blocks for each row: its blocks first, ascending, then all others, ascending, as FlexAttention sorts them.
+// One list of blocks for each row, as FlexAttention sorts them: the row's blocks ascending, then all others ascending.
 struct BlockLists {
   int32_t* count;  // [blocks]
   int32_t* index;  // [blocks, blocks]

@@ -53,8 +53,7 @@ int64_t root_of(const Segments& segments, int64_t segment) {
   return segment;
 }
 
-std::vector<Piece> cut_into_pieces(const Segments& segments, const int64_t* leaves, int64_t num_leaves,
-                                   int64_t limit) {
+std::vector<Piece> cut_into_pieces(const Segments& segments, const int64_t* leaves, int64_t num_leaves, int64_t limit) {
   const Layout layout = build_layout(segments, leaves, num_leaves);
   std::vector<int64_t> order(num_leaves);
   std::iota(order.begin(), order.end(), 0);
@@ -67,7 +66,8 @@ std::vector<Piece> cut_into_pieces(const Segments& segments, const int64_t* leav
     const int64_t here = root_of(segments, leaves[place]);
     const auto added_to = [&](int64_t piece) {
       int64_t added = 0;
-      for (int64_t s = leaves[place]; s >= 0 && in_piece[s] != piece; s = segments.parents[s]) added += segments.size(s);
+      for (int64_t s = leaves[place]; s >= 0 && in_piece[s] != piece; s = segments.parents[s])
+        added += segments.size(s);
       return added;
     };
     int64_t index = int64_t(pieces.size()) - 1;

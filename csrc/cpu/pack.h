@@ -16,11 +16,11 @@ struct Segments {
 
 // Where the kept segments go: preorder, children in their own order.
 struct Layout {
-  std::vector<int64_t> start;   // [N], -1 where left out
-  std::vector<int64_t> end;     // [N] one past the last token of the segment's subtree
-  std::vector<int64_t> last;    // [N] position of the last token of the segment's history, -1 where there is none
-  std::vector<int64_t> depth;   // [N] tokens on the path before the segment
-  std::vector<int64_t> order;   // [N] place among the kept segments
+  std::vector<int64_t> start;  // [N], -1 where left out
+  std::vector<int64_t> end;    // [N] one past the last token of the segment's subtree
+  std::vector<int64_t> last;   // [N] position of the last token of the segment's history, -1 where there is none
+  std::vector<int64_t> depth;  // [N] tokens on the path before the segment
+  std::vector<int64_t> order;  // [N] place among the kept segments
   int64_t num_tokens;
 };
 
@@ -28,7 +28,7 @@ struct Layout {
 Layout build_layout(const Segments& segments, const int64_t* leaves, int64_t num_leaves);
 
 struct PackedTokens {
-  int64_t* tokens;       // [T]
+  int64_t* tokens;  // [T]
   int64_t* position_ids;
   int32_t* subtree_end;
   int32_t* predecessor;

@@ -12,7 +12,7 @@ struct Run {
   int64_t num_stages;
   void (*task)(void*, const Stage&, int64_t, int);
   void* context;
-  std::atomic<int64_t> next{0};             // of all tasks, counted through the stages
+  std::atomic<int64_t> next{0};            // of all tasks, counted through the stages
   std::vector<std::atomic<int64_t>> done;  // finished tasks of each stage
 
   void wait_for(int64_t stage) {

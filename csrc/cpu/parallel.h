@@ -13,10 +13,10 @@ struct Parallel {
 
 // Equal pieces of work that may run at the same time.
 struct Stage {
-  int kind;            // what the work is: the kernel's own numbers
-  int64_t wave;        // which part of the data
+  int kind;      // what the work is: the kernel's own numbers
+  int64_t wave;  // which part of the data
   int64_t num_tasks;
-  int64_t after[2];    // earlier stages that must be complete, -1 for none
+  int64_t after[2];  // earlier stages that must be complete, -1 for none
 };
 
 // Runs all tasks of all stages, taken in order, on all threads. A thread waits only where its task needs an unfinished

@@ -1,8 +1,8 @@
 // Block products with float32 sums, in the two forms that processors have: of floats, and of pairs of bfloat16.
 //
 // A product sums over k. Its operands are arrays of Elem, 32 bits each: one float, or two bfloat16 that follow each
-// other along k. Every form is the same loop: broadcast one Elem of the left operand, multiply it by kWidth Elems of the
-// right one. Rows of results are kept in registers, kTileRows x kTileVecs vectors at a time.
+// other along k. Every form is the same loop: broadcast one Elem of the left operand, multiply it by kWidth Elems of
+// the right one. Rows of results are kept in registers, kTileRows x kTileVecs vectors at a time.
 #pragma once
 
 #include "simd.h"
@@ -16,7 +16,9 @@ constexpr int kTileVecs = kWidth == 16 ? 4 : 2;  // 16 sums of 32 registers, 8 s
 struct FloatProduct {
   typedef float Elem;
   static constexpr int kDepth = 1;  // values of k in one Elem
-  static TRACE_INLINE Vec multiply_add(Vec sum, Elem left, const Elem* right) { return sum + splat(left) * load(right); }
+  static TRACE_INLINE Vec multiply_add(Vec sum, Elem left, const Elem* right) {
+    return sum + splat(left) * load(right);
+  }
   // kWidth values that follow each other along k.
   static TRACE_INLINE void write(Elem* to, Vec values) { store(to, values); }
   // Values of rows k, k + 1, ... of kTileRows, each kWidth columns; `stride` lies between steps of k.
@@ -58,40 +60,54 @@ TRACE_INLINE void for_vec_tiles(int64_t num_vecs, const F& f) {
   int64_t vec = 0;
   for (; vec + kTileVecs <= num_vecs; vec += kTileVecs) f(vec, Count<kTileVecs>());
   switch (num_vecs - vec) {
-    case 1: f(vec, Count<1>()); break;
-    case 2: f(vec, Count<2>()); break;
-    case 3: f(vec, Count<3>()); break;
-    default: break;
+    case 1:
+      f(vec, Count<1>());
+      break;
+    case 2:
+      f(vec, Count<2>());
+      break;
+    case 3:
+      f(vec, Count<3>());
+      break;
+    default:
+      break;
   }
 }
 
+// kTileRows x N vectors of sums, in registers.
 template <int N>
 struct Tile {
   Vec sum[kTileRows][N];
 
   TRACE_INLINE void clear() {
-    TRACE_UNROLL for (int i = 0; i < kTileRows; ++i)
-      TRACE_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = splat(0.0f);
+    each([&](int i, int j) TRACE_INLINE_LAMBDA { sum[i][j] = splat(0.0f); });
   }
   TRACE_INLINE void read(const float* from, int64_t stride) {
-    TRACE_UNROLL for (int i = 0; i < kTileRows; ++i)
-      TRACE_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = load(from + i * stride + j * kWidth);
+    each([&](int i, int j) TRACE_INLINE_LAMBDA { sum[i][j] = load(from + i * stride + j * kWidth); });
   }
   TRACE_INLINE void write(float* to, int64_t stride) const {
-    TRACE_UNROLL for (int i = 0; i < kTileRows; ++i)
-      TRACE_UNROLL for (int j = 0; j < N; ++j) store(to + i * stride + j * kWidth, sum[i][j]);
+    each([&](int i, int j) TRACE_INLINE_LAMBDA { store(to + i * stride + j * kWidth, sum[i][j]); });
   }
   TRACE_INLINE void scale_rows(const float* factor) {
-    TRACE_UNROLL for (int i = 0; i < kTileRows; ++i)
-      TRACE_UNROLL for (int j = 0; j < N; ++j) sum[i][j] = sum[i][j] * splat(factor[i]);
+    each([&](int i, int j) TRACE_INLINE_LAMBDA { sum[i][j] = sum[i][j] * splat(factor[i]); });
   }
   // One step along k: left[i * left_stride] times N vectors, vector j at right[j].
   template <class Product>
   TRACE_INLINE void step(const typename Product::Elem* left, int64_t left_stride,
                          const typename Product::Elem* const (&right)[N], int64_t right_offset) {
-    TRACE_UNROLL for (int i = 0; i < kTileRows; ++i)
-      TRACE_UNROLL for (int j = 0; j < N; ++j)
-        sum[i][j] = Product::multiply_add(sum[i][j], left[i * left_stride], right[j] + right_offset);
+    each([&](int i, int j) TRACE_INLINE_LAMBDA {
+      sum[i][j] = Product::multiply_add(sum[i][j], left[i * left_stride], right[j] + right_offset);
+    });
+  }
+
+ private:
+  template <class F>
+  static TRACE_INLINE void each(const F& f) {
+    TRACE_UNROLL
+    for (int i = 0; i < kTileRows; ++i) {
+      TRACE_UNROLL
+      for (int j = 0; j < N; ++j) f(i, j);
+    }
   }
 };
 

@@ -58,20 +58,58 @@ struct Lanes {
 typedef Lanes<float> Vec;
 typedef Lanes<int32_t> IntVec;
 
-#define TRACE_LANES(expr) for (int i = 0; i < kWidth; ++i) r.lane[i] = expr; return r
-TRACE_INLINE Vec splat(float x) { Vec r; TRACE_LANES(x); }
-TRACE_INLINE IntVec splat(int32_t x) { IntVec r; TRACE_LANES(x); }
-TRACE_INLINE Vec operator+(Vec a, Vec b) { Vec r; TRACE_LANES(a[i] + b[i]); }
-TRACE_INLINE Vec operator-(Vec a, Vec b) { Vec r; TRACE_LANES(a[i] - b[i]); }
-TRACE_INLINE Vec operator*(Vec a, Vec b) { Vec r; TRACE_LANES(a[i] * b[i]); }
+#define TRACE_LANES(expr)                            \
+  for (int i = 0; i < kWidth; ++i) r.lane[i] = expr; \
+  return r
+TRACE_INLINE Vec splat(float x) {
+  Vec r;
+  TRACE_LANES(x);
+}
+TRACE_INLINE IntVec splat(int32_t x) {
+  IntVec r;
+  TRACE_LANES(x);
+}
+TRACE_INLINE Vec operator+(Vec a, Vec b) {
+  Vec r;
+  TRACE_LANES(a[i] + b[i]);
+}
+TRACE_INLINE Vec operator-(Vec a, Vec b) {
+  Vec r;
+  TRACE_LANES(a[i] - b[i]);
+}
+TRACE_INLINE Vec operator*(Vec a, Vec b) {
+  Vec r;
+  TRACE_LANES(a[i] * b[i]);
+}
 TRACE_INLINE Vec& operator+=(Vec& a, Vec b) { return a = a + b; }
-TRACE_INLINE IntVec operator<(Vec a, Vec b) { IntVec r; TRACE_LANES(-(a[i] < b[i])); }
-TRACE_INLINE IntVec operator>(Vec a, Vec b) { IntVec r; TRACE_LANES(-(a[i] > b[i])); }
-TRACE_INLINE IntVec operator<=(IntVec a, IntVec b) { IntVec r; TRACE_LANES(-(a[i] <= b[i])); }
-TRACE_INLINE IntVec operator>(IntVec a, IntVec b) { IntVec r; TRACE_LANES(-(a[i] > b[i])); }
-TRACE_INLINE IntVec operator+(IntVec a, IntVec b) { IntVec r; TRACE_LANES(a[i] + b[i]); }
-TRACE_INLINE IntVec operator&(IntVec a, IntVec b) { IntVec r; TRACE_LANES(a[i] & b[i]); }
-TRACE_INLINE Vec where(IntVec mask, Vec yes, Vec no) { Vec r; TRACE_LANES(mask[i] ? yes[i] : no[i]); }
+TRACE_INLINE IntVec operator<(Vec a, Vec b) {
+  IntVec r;
+  TRACE_LANES(-(a[i] < b[i]));
+}
+TRACE_INLINE IntVec operator>(Vec a, Vec b) {
+  IntVec r;
+  TRACE_LANES(-(a[i] > b[i]));
+}
+TRACE_INLINE IntVec operator<=(IntVec a, IntVec b) {
+  IntVec r;
+  TRACE_LANES(-(a[i] <= b[i]));
+}
+TRACE_INLINE IntVec operator>(IntVec a, IntVec b) {
+  IntVec r;
+  TRACE_LANES(-(a[i] > b[i]));
+}
+TRACE_INLINE IntVec operator+(IntVec a, IntVec b) {
+  IntVec r;
+  TRACE_LANES(a[i] + b[i]);
+}
+TRACE_INLINE IntVec operator&(IntVec a, IntVec b) {
+  IntVec r;
+  TRACE_LANES(a[i] & b[i]);
+}
+TRACE_INLINE Vec where(IntVec mask, Vec yes, Vec no) {
+  Vec r;
+  TRACE_LANES(mask[i] ? yes[i] : no[i]);
+}
 TRACE_INLINE Vec scale_by_exponent(Vec x, Vec exponent) {
   uint32_t a[kWidth], b[kWidth];
   memcpy(a, &x, sizeof a);

@@ -103,7 +103,8 @@ struct Results {
 };
 
 template <class Call>
-std::unique_ptr<char[]> workspace(size_t (*measure)(const Call&, int), const Call& call, int num_threads, void*& begin) {
+std::unique_ptr<char[]> workspace(size_t (*measure)(const Call&, int), const Call& call, int num_threads,
+                                  void*& begin) {
   const size_t bytes = measure(call, num_threads);
   std::unique_ptr<char[]> memory = poisoned<char>(int64_t(bytes) + 64);
   begin = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
@@ -121,11 +122,21 @@ Results attend(const Problem& p, const AttentionKernels& kernels, const Parallel
   const auto lse = poisoned<float>(p.num_queries * heads);
   const auto query_rows = [&](const char* data) { return Rows{data, heads * p.dim, p.dim}; };
   const auto key_rows = [&](const char* data) { return Rows{data, p.groups * p.dim, p.dim}; };
-  const AttentionArgs args{p.num_queries, p.num_keys, heads, p.groups, p.dim, p.storage, 0.3f, query_rows(q.get()),
-                           key_rows(k.get()), key_rows(v.get()), p.position.data(), p.end.data()};
+  const AttentionArgs args{p.num_queries,
+                           p.num_keys,
+                           heads,
+                           p.groups,
+                           p.dim,
+                           p.storage,
+                           0.3f,
+                           query_rows(q.get()),
+                           key_rows(k.get()),
+                           key_rows(v.get()),
+                           p.position.data(),
+                           p.end.data()};
   const AttentionForward forward{args, out.get(), lse.get()};
-  const AttentionBackward backward{args, query_rows(grad.get()), query_rows(out.get()), lse.get(), grad_q.get(),
-                                   grad_k.get(), grad_v.get()};
+  const AttentionBackward backward{args,         query_rows(grad.get()), query_rows(out.get()), lse.get(),
+                                   grad_q.get(), grad_k.get(),           grad_v.get()};
   void* begin;
   {
     const auto memory = workspace(kernels.forward_workspace, forward, parallel.num_threads, begin);
@@ -135,8 +146,10 @@ Results attend(const Problem& p, const AttentionKernels& kernels, const Parallel
     const auto memory = workspace(kernels.backward_workspace, backward, parallel.num_threads, begin);
     kernels.backward(backward, parallel, begin);
   }
-  return {loaded(out.get(), query_size, p.storage), {lse.get(), lse.get() + p.num_queries * heads},
-          loaded(grad_q.get(), query_size, p.storage), loaded(grad_k.get(), key_size, p.storage),
+  return {loaded(out.get(), query_size, p.storage),
+          {lse.get(), lse.get() + p.num_queries * heads},
+          loaded(grad_q.get(), query_size, p.storage),
+          loaded(grad_k.get(), key_size, p.storage),
           loaded(grad_v.get(), key_size, p.storage)};
 }
 
@@ -185,7 +198,8 @@ void stress_forest_check() {
   for (int round = 0; round < 2000; ++round) {
     const int64_t size = random_int(0, 8);
     const auto end = poisoned<int32_t>(size), stack = poisoned<int32_t>(size);
-    for (int64_t i = 0; i < size; ++i) end[i] = int32_t(random_int(0, 9) ? random_int(0, size + 1) : random_int(INT32_MIN, INT32_MAX));
+    for (int64_t i = 0; i < size; ++i)
+      end[i] = int32_t(random_int(0, 9) ? random_int(0, size + 1) : random_int(INT32_MIN, INT32_MAX));
     check_forest(end.get(), size, stack.get());
   }
 }
@@ -224,7 +238,8 @@ void stress_pack() {
     }
     const auto tokens = poisoned<int64_t>(offsets.back());
     const Segments segments{offsets.data(), parents.data(), n};
-    const Layout layout = build_layout(segments, round % 2 ? leaves.data() : nullptr, round % 2 ? int64_t(leaves.size()) : 0);
+    const Layout layout =
+        build_layout(segments, round % 2 ? leaves.data() : nullptr, round % 2 ? int64_t(leaves.size()) : 0);
     const int64_t size = layout.num_tokens;
     const auto packed = poisoned<int64_t>(size), positions = poisoned<int64_t>(size);
     const auto end = poisoned<int32_t>(size), predecessor = poisoned<int32_t>(size), stack = poisoned<int32_t>(size);
