@@ -11,10 +11,29 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+FAMILY_OPTIONS = {
+    "mistral": {"sliding_window": None},  # its class's default is a window, which nobody here supports
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True},
+}
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TOKENIZER_SIZE = 256 + len(SPECIAL_TOKENS)
@@ -37,7 +56,7 @@ CHATML = (
 
 def write_tiny_model(
     folder: str | Path,
-    family: Literal["llama", "qwen3"] = "llama",
+    family: Family = "llama",
     *,
     tied: bool = True,
     num_layers: int = 2,
@@ -56,16 +75,14 @@ def write_tiny_model(
 ) -> Path:
     """Save a random model with tokenizer into ``folder``; the same arguments give the same weights.
 
-    Norm weights are random too, so that swapped ones are noticed. ``vocab`` must hold the tokenizer's 259 ids.
+    Norm weights and biases are random too, so that swapped ones are noticed. ``vocab`` must hold the tokenizer's 259
+    ids.
     """
     if vocab < TOKENIZER_SIZE:
         raise ValueError(f"expected a vocabulary of at least {TOKENIZER_SIZE}, found {vocab}")
     folder = Path(folder)
     rope = {"rope_type": "default", **(rope_scaling or {}), "rope_theta": rope_theta}
-    config_class, model_class = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }[family]
+    config_class, model_class = CLASSES[family]
     config = config_class(
         vocab_size=vocab,
         hidden_size=hidden,
@@ -82,6 +99,7 @@ def write_tiny_model(
         bos_token_id=None,
         eos_token_id=258,
         pad_token_id=None,  # a padding row stays zero and gets no gradient in transformers
+        **FAMILY_OPTIONS.get(family, {}),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -89,6 +107,8 @@ def write_tiny_model(
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            elif name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=initializer_range)
     model.to(dtype).save_pretrained(folder)
     tokenizer = build_tokenizer()
     tokenizer.save_pretrained(folder)

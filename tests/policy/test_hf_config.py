@@ -99,6 +99,64 @@ def test_refused_by_name(change, named):
         parse_hf_config({**LLAMA_3_2_1B, **change}, "config.json")
 
 
+MISTRAL_7B = {  # v0.3
+    **{key: value for key, value in LLAMA_3_2_1B.items() if key not in ("rope_scaling", "tie_word_embeddings")},
+    "architectures": ["MistralForCausalLM"],
+    "sliding_window": None,
+}
+QWEN3_30B = {
+    **QWEN3_14B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+
+
+def test_qwen2_has_biases_though_its_config_does_not_say_so():
+    windowed = {**QWEN3_14B, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 32768}  # and turned off
+    hf = parse_hf_config(windowed, "config.json")
+    assert (hf.family, hf.qkv_bias, hf.qk_norm, hf.num_experts) == ("qwen2", True, False, 0)
+
+
+def test_mistral_without_a_window():
+    hf = parse_hf_config(MISTRAL_7B, "config.json")
+    assert (hf.family, hf.tied, hf.qkv_bias, hf.qk_norm, hf.rope_scaling) == ("mistral", False, False, False, None)
+    absent = {key: value for key, value in MISTRAL_7B.items() if key != "sliding_window"}
+    for windowed in (absent, {**MISTRAL_7B, "sliding_window": 4096}):
+        with pytest.raises(UserError, match="sliding_window"):
+            parse_hf_config(windowed, "config.json")
+
+
+def test_experts_by_both_names_of_their_number():
+    hf = parse_hf_config(QWEN3_30B, "config.json")
+    assert (hf.num_experts, hf.experts_per_token, hf.expert_ffn_size, hf.norm_topk_prob) == (128, 8, 768, True)
+    assert hf.qk_norm and hf.family == "qwen3_moe"
+    renamed = {key: value for key, value in QWEN3_30B.items() if key != "num_experts"} | {"num_local_experts": 128}
+    assert parse_hf_config(renamed, "config.json") == hf
+    check_parallel(hf, PolicyConfig(tensor_parallel=8))
+    with pytest.raises(UserError, match="feed-forward size 768"):
+        check_parallel(replace(hf, num_heads=20, num_kv_heads=5), PolicyConfig(tensor_parallel=5))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step 2"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({"num_experts": None}, "num_experts"),
+        ({"num_experts_per_tok": 129}, "num_experts_per_tok"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size"),
+    ],
+)
+def test_experts_that_are_refused(change, named):
+    with pytest.raises(UserError, match=named):
+        parse_hf_config({**QWEN3_30B, **change}, "config.json")
+
+
 def test_missing_folder_file_and_json(tmp_path):
     with pytest.raises(UserError, match="nowhere"):
         read_hf_config(tmp_path / "nowhere")

@@ -10,7 +10,13 @@ from typing import Any, Literal
 from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
 
-FAMILIES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +31,16 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class HFModelConfig:
-    """A dense decoder with RMSNorm, SwiGLU, grouped-query attention, RoPE and no biases."""
+    """A decoder with RMSNorm, SwiGLU, grouped-query attention and RoPE; dense, or of experts in every layer."""
 
-    family: Literal["llama", "qwen3"]
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"]
     num_layers: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     ffn_size: int
+    """Of dense layers; unused where there are experts."""
     vocab_size: int
     norm_eps: float
     rope_theta: float
@@ -43,6 +50,14 @@ class HFModelConfig:
     qk_norm: bool
     """RMSNorm over each head's query and key."""
     max_positions: int
+    qkv_bias: bool = False
+    """Query, key and value are affine; nothing else has a bias."""
+    num_experts: int = 0
+    """Per layer; 0: a dense model."""
+    experts_per_token: int = 0
+    expert_ffn_size: int = 0
+    norm_topk_prob: bool = True
+    """A token's expert weights are scaled to sum to 1."""
 
 
 def read_hf_config(folder: str | Path) -> HFModelConfig:
@@ -71,14 +86,14 @@ def parse_hf_config(values: dict[str, Any], where: str) -> HFModelConfig:
         raise UserError(
             f"expected one of {', '.join(FAMILIES)} in '{where}', found {architecture}: choose such a model"
         )
-    _refuse_unsupported(values, where)
+    family = FAMILIES[architecture]
+    _refuse_unsupported(values, family, where)
     for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
-        if not isinstance(values.get(key), int) or values[key] < 1:
-            raise UserError(f"expected a positive number as '{key}' in '{where}', found {values.get(key)!r}")
+        _positive(values, key, where)
     heads, kv_heads, head_dim = _read_heads(values, where)
     theta, scaling = _read_rope(values, where)
     return HFModelConfig(
-        family=FAMILIES[architecture],
+        family=family,
         num_layers=values["num_hidden_layers"],
         hidden_size=values["hidden_size"],
         num_heads=heads,
@@ -86,12 +101,14 @@ def parse_hf_config(values: dict[str, Any], where: str) -> HFModelConfig:
         head_dim=head_dim,
         ffn_size=values["intermediate_size"],
         vocab_size=values["vocab_size"],
-        norm_eps=values.get("rms_norm_eps", 1e-6),  # both families' default
+        norm_eps=values.get("rms_norm_eps", 1e-6),  # every family's default
         rope_theta=theta,
         rope_scaling=scaling,
         tied=values.get("tie_word_embeddings", False),
-        qk_norm=FAMILIES[architecture] == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         max_positions=values.get("max_position_embeddings", 2048),
+        qkv_bias=family == "qwen2",
+        **(_read_experts(values, where) if family == "qwen3_moe" else {}),
     )
 
 
@@ -110,9 +127,10 @@ def check_parallel(model: HFModelConfig, policy: PolicyConfig) -> None:
             f"expected policy.tensor_parallel to divide the model's {model.num_kv_heads} key-value heads or to be "
             f"a multiple of them, found {tensor}"
         )
-    if model.ffn_size % tensor:
+    ffn = model.expert_ffn_size if model.num_experts else model.ffn_size
+    if ffn % tensor:
         raise UserError(
-            f"expected policy.tensor_parallel to divide the model's feed-forward size {model.ffn_size}, found {tensor}"
+            f"expected policy.tensor_parallel to divide the model's feed-forward size {ffn}, found {tensor}"
         )
     if model.num_layers % pipeline:
         raise UserError(
@@ -122,21 +140,48 @@ def check_parallel(model: HFModelConfig, policy: PolicyConfig) -> None:
         raise UserError("expected policy.tensor_parallel above 1 with policy.sequence_parallel, found 1: turn it off")
 
 
-def _refuse_unsupported(values: dict[str, Any], where: str) -> None:
+def _refuse_unsupported(values: dict[str, Any], family: str, where: str) -> None:
     refused = {
         "attention_bias": "attention biases",
         "mlp_bias": "feed-forward biases",
         "use_sliding_window": "sliding-window attention",
         "quantization_config": "quantized weights",
+        "mlp_only_layers": "dense layers among those with experts",
     }
+    if family == "mistral":  # the others set it too, and turn it on with use_sliding_window
+        refused["sliding_window"] = "sliding-window attention"
+        values = {"sliding_window": 4096, **values}  # what transformers takes where it is absent
     for key, meaning in refused.items():
         if values.get(key):
             raise UserError(f"expected a model without {meaning}, found '{key}' in '{where}': choose another model")
     windowed = {kind for kind in values.get("layer_types") or () if kind != "full_attention"}
     if windowed:
         raise UserError(f"expected full attention in every layer, found {sorted(windowed)} in '{where}'")
+    if values.get("decoder_sparse_step", 1) != 1:
+        raise UserError(
+            f"expected experts in every layer, found decoder_sparse_step {values['decoder_sparse_step']} in '{where}'"
+        )
     if values.get("hidden_act", "silu") != "silu":
         raise UserError(f"expected the activation silu, found '{values['hidden_act']}' in '{where}'")
+
+
+def _positive(values: dict[str, Any], key: str, where: str) -> int:
+    if not isinstance(values.get(key), int) or values[key] < 1:
+        raise UserError(f"expected a positive number as '{key}' in '{where}', found {values.get(key)!r}")
+    return values[key]
+
+
+def _read_experts(values: dict[str, Any], where: str) -> dict[str, Any]:
+    count = _positive(values, "num_experts" if "num_experts" in values else "num_local_experts", where)
+    chosen = _positive(values, "num_experts_per_tok", where)
+    if chosen > count:
+        raise UserError(f"expected 'num_experts_per_tok' of at most {count} experts in '{where}', found {chosen}")
+    return {
+        "num_experts": count,
+        "experts_per_token": chosen,
+        "expert_ffn_size": _positive(values, "moe_intermediate_size", where),
+        "norm_topk_prob": bool(values.get("norm_topk_prob", False)),  # absent means False in transformers
+    }
 
 
 def _read_heads(values: dict[str, Any], where: str) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from trace_megatron.errors import UserError
 from trace_megatron.policy.hf_config import HFModelConfig
-from trace_megatron.policy.names import Weight, from_shards, model_weights, named_parameters, to_shard
+from trace_megatron.policy.names import Weight, expert_owner, from_shards, model_weights, named_parameters, to_shard
 from trace_megatron.types import TensorInfo
 
 SHARD_BYTES = 5 * 10**9
@@ -47,8 +47,6 @@ def load_hf_weights(model_chunks: Sequence[torch.nn.Module], folder: str | Path,
     Raises UserError that names the file or tensor that is missing, left over, or of another shape.
     """
     weights = model_weights(hf)
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    size = parallel_state.get_tensor_model_parallel_world_size()
     parameters = named_parameters(model_chunks)
     with ExitStack() as stack:
         readers = _open_folder(Path(folder), stack)
@@ -57,7 +55,8 @@ def load_hf_weights(model_chunks: Sequence[torch.nn.Module], folder: str | Path,
             parameter = _take(parameters, weight)
             if parameter is not None:
                 tensors = [readers[name].get_tensor(name) for name in weight.hf]
-                shard = to_shard(weight, tensors, hf, rank, size)
+                group = _tensor_group(weight)
+                shard = to_shard(weight, tensors, hf, group.rank(), group.size())
                 assert shard.shape == parameter.shape, f"{weight.megatron[0]}: {shard.shape}, {parameter.shape}"
                 parameter.copy_(shard)
     assert not parameters, f"no HF tensor fills {', '.join(parameters)}"
@@ -74,14 +73,13 @@ def iter_hf_weights(
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Collective over all ranks: each HF tensor by name, whole on global rank 0, None on every other rank.
 
-    All ranks must run it to its end. One parameter is gathered at a time, over the ranks of data-parallel replica 0.
+    All ranks must run it to its end. One parameter is gathered at a time, from one rank of each replica that holds it.
     Tensors may share memory with the model: copy what outlives the next change of the weights.
     """
     parameters = named_parameters(model_chunks)
     like = next(iter(parameters.values()))
-    in_first_replica = parallel_state.get_data_parallel_rank() == 0
     for weight in _exported(hf):
-        tensors = _collect(weight, _take(parameters, weight), hf, like) if in_first_replica else None
+        tensors = _collect(weight, _take(parameters, weight), hf, like)
         yield from zip(weight.hf, tensors or [None] * len(weight.hf), strict=True)
 
 
@@ -185,33 +183,56 @@ def _check_tensors(readers: Mapping[str, safe_open], weights: Sequence[Weight], 
 def _collect(
     weight: Weight, parameter: torch.Tensor | None, hf: HFModelConfig, like: torch.Tensor
 ) -> list[torch.Tensor] | None:
-    """The weight's HF tensors on global rank 0: gathered in their pipeline stage, then sent to the first; else None.
+    """The weight's HF tensors on global rank 0, else None: gathered over the tensor-parallel ranks, then sent to the
+    first expert-parallel rank (an expert's), then to the first pipeline stage.
 
     ``like`` has the dtype and device of all parameters.
     """
-    tensors = _gather(weight, parameter, hf) if parameter is not None else None
-    stage, here = _stage(weight, hf), parallel_state.get_pipeline_model_parallel_rank()
-    if parallel_state.get_tensor_model_parallel_rank() != 0:
+    experts = weight.expert is not None
+    replica = parallel_state.get_expert_data_parallel_rank() if experts else parallel_state.get_data_parallel_rank()
+    if replica != 0:
         return None
-    group = parallel_state.get_pipeline_model_parallel_group()
-    if here == 0 and stage != 0:
-        tensors = [like.new_empty(shape) for shape in weight.hf.values()]
-        for tensor in tensors:
-            dist.recv(tensor, group=group, group_src=stage)
-    elif here == stage != 0:
-        for tensor in tensors:
-            dist.send(tensor.contiguous(), group=group, group_dst=0)
-    return tensors if here == 0 else None
+    tensors = _gather(weight, parameter, hf) if parameter is not None else None
+    if _tensor_group(weight).rank() != 0:
+        return None
+    stage = _stage(weight, hf)
+    if experts and parallel_state.get_pipeline_model_parallel_rank() == stage:
+        group = parallel_state.get_expert_model_parallel_group()
+        tensors = _to_first(tensors, expert_owner(hf, weight.expert, group.size()), group, weight, like)
+    if experts and parallel_state.get_expert_model_parallel_rank() != 0:
+        return None
+    return _to_first(tensors, stage, parallel_state.get_pipeline_model_parallel_group(), weight, like)
+
+
+def _tensor_group(weight: Weight) -> dist.ProcessGroup:
+    """The ranks that share the weight."""
+    if weight.expert is not None:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
 
 
 def _gather(weight: Weight, parameter: torch.Tensor, hf: HFModelConfig) -> list[torch.Tensor] | None:
-    """The weight's HF tensors on the first rank of the tensor-parallel group; None on its others."""
-    rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+    """The weight's HF tensors on the first rank of its tensor-parallel group; None on the others."""
+    group = _tensor_group(weight)
     shards = [parameter.detach()]
-    if size > 1 and weight.layout.split_axis is not None:
-        shards = [torch.empty_like(parameter) for _ in range(size)] if rank == 0 else None
-        dist.gather(parameter.detach(), shards, group=parallel_state.get_tensor_model_parallel_group(), group_dst=0)
-    return from_shards(weight, shards, hf) if rank == 0 else None
+    if group.size() > 1 and weight.layout.split_axis is not None:
+        shards = [torch.empty_like(parameter) for _ in range(group.size())] if group.rank() == 0 else None
+        dist.gather(parameter.detach(), shards, group=group, group_dst=0)
+    return from_shards(weight, shards, hf) if group.rank() == 0 else None
+
+
+def _to_first(
+    tensors: list[torch.Tensor] | None, owner: int, group: dist.ProcessGroup, weight: Weight, like: torch.Tensor
+) -> list[torch.Tensor] | None:
+    """The owner's tensors on the group's first rank; None on the others."""
+    if group.rank() == 0 and owner != 0:
+        tensors = [like.new_empty(shape) for shape in weight.hf.values()]
+        for tensor in tensors:
+            dist.recv(tensor, group=group, group_src=owner)
+    elif group.rank() == owner != 0:
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), group=group, group_dst=0)
+    return tensors if group.rank() == 0 else None
 
 
 def _stage(weight: Weight, hf: HFModelConfig) -> int:

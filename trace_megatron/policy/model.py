@@ -75,6 +75,7 @@ def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> Transfo
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
+        add_qkv_bias=hf.qkv_bias,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,

@@ -1,6 +1,7 @@
 """HF tensors <-> Megatron parameters: one table, read in both directions.
 
-Legend: H hidden, G key-value heads, R query heads per key-value head, D head dim, F feed-forward size, V vocabulary.
+Legend: H hidden, G key-value heads, R query heads per key-value head, D head dim, F feed-forward size (an expert's own
+in a mixture), V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 
 from trace_megatron.policy.hf_config import HFModelConfig
 
+_LAYERS, _EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
+
 
 class Layout(StrEnum):
     """How a Megatron parameter is made of its HF tensors, and how the ranks of a tensor-parallel group share it."""
@@ -24,8 +27,8 @@ class Layout(StrEnum):
     VOCAB = "vocab"
     """One tensor [V, H], padded with zero rows to a multiple of the ranks and split along axis 0."""
     QKV = "qkv"
-    """q [G*R*D, H], k and v [G*D, H] as [G*(R + 2)*D, H], group by group, split along axis 0. Where the ranks
-    outnumber the groups the split cuts through groups; Megatron gathers their activations."""
+    """q [G*R*D, H], k and v [G*D, H] as [G*(R + 2)*D, H], group by group, split along axis 0; biases, without H, as
+    well. Where the ranks outnumber the groups the split cuts through groups; Megatron gathers their activations."""
     GATE_UP = "gate_up"
     """gate and up [F, H]; every rank holds its rows of gate, then its rows of up."""
 
@@ -46,12 +49,15 @@ class Weight:
     layout: Layout
     layer: int | None = None
     """Index in the whole model; None outside the layers."""
+    expert: int | None = None
+    """Index in the whole layer; None outside experts. ``expert_owner`` holds it alone, and its shards are those of
+    the expert-tensor-parallel group."""
     is_copy: bool = False
     """The last pipeline stage's copy of a tied embedding: loaded, never exported."""
 
 
 def model_weights(hf: HFModelConfig) -> list[Weight]:
-    """All parameters of the model, in the order of the HF model's state dict."""
+    """All parameters of the model, in the order of the HF model's layers."""
     table = (hf.vocab_size, hf.hidden_size)
     embedding = Weight(("embedding.word_embeddings.weight",), {"model.embed_tokens.weight": table}, Layout.VOCAB)
     norm = Weight(("decoder.final_layernorm.weight",), {"model.norm.weight": (hf.hidden_size,)}, Layout.WHOLE)
@@ -63,24 +69,28 @@ def model_weights(hf: HFModelConfig) -> list[Weight]:
 
 
 def _layer_weights(hf: HFModelConfig) -> list[Weight]:
-    hidden, ffn, head_dim = hf.hidden_size, hf.ffn_size, hf.head_dim
+    hidden, head_dim = hf.hidden_size, hf.head_dim
     queries, keys = hf.num_heads * head_dim, hf.num_kv_heads * head_dim
     qkv = {
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
         "self_attn.v_proj.weight": (keys, hidden),
     }
-    gate_up = {"mlp.gate_proj.weight": (ffn, hidden), "mlp.up_proj.weight": (ffn, hidden)}
+    qkv_bias = {
+        "self_attn.q_proj.bias": (queries,),
+        "self_attn.k_proj.bias": (keys,),
+        "self_attn.v_proj.bias": (keys,),
+    }
     qk_norm = [
         Weight(("self_attention.q_layernorm.weight",), {"self_attn.q_norm.weight": (head_dim,)}, Layout.WHOLE),
         Weight(("self_attention.k_layernorm.weight",), {"self_attn.k_norm.weight": (head_dim,)}, Layout.WHOLE),
     ]
     return [
         Weight(("self_attention.linear_qkv.weight",), qkv, Layout.QKV),
+        *([Weight(("self_attention.linear_qkv.bias",), qkv_bias, Layout.QKV)] if hf.qkv_bias else []),
         Weight(("self_attention.linear_proj.weight",), {"self_attn.o_proj.weight": (hidden, queries)}, Layout.COLUMNS),
         *(qk_norm if hf.qk_norm else []),
-        Weight(("mlp.linear_fc1.weight",), gate_up, Layout.GATE_UP),
-        Weight(("mlp.linear_fc2.weight",), {"mlp.down_proj.weight": (hidden, ffn)}, Layout.COLUMNS),
+        *(_expert_weights(hf) if hf.num_experts else _mlp_weights("mlp", "mlp", hidden, hf.ffn_size)),
         Weight(
             ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
             {"input_layernorm.weight": (hidden,)},
@@ -91,6 +101,26 @@ def _layer_weights(hf: HFModelConfig) -> list[Weight]:
             {"post_attention_layernorm.weight": (hidden,)},
             Layout.WHOLE,
         ),
+    ]
+
+
+def _expert_weights(hf: HFModelConfig) -> list[Weight]:
+    router = Weight(("mlp.router.weight",), {"mlp.gate.weight": (hf.num_experts, hf.hidden_size)}, Layout.WHOLE)
+    experts = [
+        replace(weight, expert=expert)
+        for expert in range(hf.num_experts)
+        for weight in _mlp_weights(
+            f"mlp.experts.local_experts.{expert}", f"mlp.experts.{expert}", hf.hidden_size, hf.expert_ffn_size
+        )
+    ]
+    return [router, *experts]
+
+
+def _mlp_weights(megatron: str, hf: str, hidden: int, ffn: int) -> list[Weight]:
+    gate_up = {f"{hf}.gate_proj.weight": (ffn, hidden), f"{hf}.up_proj.weight": (ffn, hidden)}
+    return [
+        Weight((f"{megatron}.linear_fc1.weight",), gate_up, Layout.GATE_UP),
+        Weight((f"{megatron}.linear_fc2.weight",), {f"{hf}.down_proj.weight": (hidden, ffn)}, Layout.COLUMNS),
     ]
 
 
@@ -114,7 +144,7 @@ def to_shard(weight: Weight, tensors: list[torch.Tensor], hf: HFModelConfig, ran
             padding = -tensors[0].shape[0] % size
             return torch.nn.functional.pad(tensors[0], (0, 0, 0, padding)).chunk(size)[rank]
         case Layout.QKV:
-            grouped = [tensor.view(hf.num_kv_heads, -1, hf.hidden_size) for tensor in tensors]
+            grouped = [tensor.view(hf.num_kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
             return torch.cat(grouped, dim=1).flatten(0, 1).chunk(size)[rank]
         case Layout.GATE_UP:
             return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
@@ -130,22 +160,32 @@ def from_shards(weight: Weight, shards: list[torch.Tensor], hf: HFModelConfig) -
         case Layout.VOCAB:
             return [torch.cat(shards)[: hf.vocab_size]]
         case Layout.QKV:
-            grouped = torch.cat(shards).view(hf.num_kv_heads, -1, hf.hidden_size)
+            grouped = torch.cat(shards)
+            grouped = grouped.view(hf.num_kv_heads, -1, *grouped.shape[1:])
             rows = [hf.num_heads // hf.num_kv_heads * hf.head_dim, hf.head_dim, hf.head_dim]
             return [part.flatten(0, 1) for part in grouped.split(rows, dim=1)]
         case Layout.GATE_UP:
             return [torch.cat(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
 
 
+def expert_owner(hf: HFModelConfig, expert: int, size: int) -> int:
+    """The rank, of ``size`` expert-parallel ones, that holds the expert."""
+    return expert // (hf.num_experts // size)
+
+
 def named_parameters(model_chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by Megatron name, layers numbered through the model; looks into DDP wrappers."""
+    """This rank's parameters by Megatron name, layers and experts numbered through the model; looks into wrappers."""
     named = {}
     for chunk in model_chunks:
         while hasattr(chunk, "module"):
             chunk = chunk.module
         for name, parameter in chunk.named_parameters():
-            if name.startswith("decoder.layers."):
-                local, rest = name.removeprefix("decoder.layers.").split(".", 1)
-                name = f"decoder.layers.{chunk.decoder.layers[int(local)].layer_number - 1}.{rest}"
+            if name.startswith(_LAYERS):
+                local, rest = name.removeprefix(_LAYERS).split(".", 1)
+                layer = chunk.decoder.layers[int(local)]
+                if rest.startswith(_EXPERTS):
+                    local, rest = rest.removeprefix(_EXPERTS).split(".", 1)
+                    rest = f"{_EXPERTS}{layer.mlp.local_expert_indices[int(local)]}.{rest}"
+                name = f"{_LAYERS}{layer.layer_number - 1}.{rest}"
             named[name] = parameter
     return named
