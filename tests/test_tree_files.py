@@ -3,7 +3,12 @@ from trace_megatron.types import ROOT, Anchor, Prompt, Rollout, RolloutStatus, R
 
 
 def test_trees_come_back_equal(tmp_path):
-    task = Task("t/1", ({"role": "user", "content": "2+3=? \u2028 ü"},), {"answer": "5"})
+    task = Task(
+        "t/1",
+        ({"role": "user", "content": "2+3=? \u2028 ü"},),
+        {"answer": "5"},
+        ({"type": "function", "function": {"name": "f"}},),
+    )
     turns = (Turn((5, 6), (-0.1, -1.234567890123), (7,), 3), Turn((8,), (-2.0,), (), 3))
     tree = RolloutTree(
         Prompt("t/1#2", task, (1, 2, 3)),

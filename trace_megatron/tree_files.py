@@ -34,7 +34,7 @@ def _tree(values: dict[str, Any]) -> RolloutTree:
     return RolloutTree(
         prompt=Prompt(
             prompt_id=prompt["prompt_id"],
-            task=Task(task["task_id"], tuple(task["messages"]), task["payload"]),
+            task=Task(task["task_id"], tuple(task["messages"]), task["payload"], tuple(task.get("tools", ()))),
             token_ids=tuple(prompt["token_ids"]),
         ),
         rollouts=tuple(_rollout(rollout) for rollout in values["rollouts"]),

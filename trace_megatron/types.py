@@ -34,6 +34,8 @@ class Task:
     """The opening chat messages, e.g. a system and a user message."""
     payload: Mapping[str, Any]
     """What the environment needs to judge it; JSON values, opaque to everyone else."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas (OpenAI's form) of what the policy may call, for the chat template."""
 
 
 @dataclass(frozen=True, slots=True)

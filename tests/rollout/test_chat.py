@@ -58,8 +58,8 @@ def load_renderer(tokenizer, trace_data: Path, name: str) -> ChatRenderer:
     return ChatRenderer(tokenizer, template_options={"tools": []} if "Hermes" in name else None)
 
 
-def render(tokenizer, messages, name: str) -> str:
-    options = {"tools": []} if "Hermes" in name else {}
+def render(tokenizer, messages, name: str, tools=()) -> str:
+    options = {"tools": list(tools)} if tools or "Hermes" in name else {}
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
 
 
@@ -109,6 +109,83 @@ def test_rewriting_templates_append_what_they_write_after_the_turn(name, role, q
         assert expected[-len(ids) - 1] == renderer.stop_token_ids[0]
 
     check()
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Does {name} & more <br>.",
+            "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+        },
+    }
+    for name in ("double", "halve")
+]
+CALLING = [
+    "Qwen-Qwen3-0.6B",
+    "Qwen-Qwen2.5-7B-Instruct",
+    "Qwen3-updated_from_bfcl_eval",
+    "meta-llama-Llama-3.1-8B-Instruct",
+    "meta-llama-Llama-3.2-3B-Instruct",
+]
+"""Templates that write tools."""
+
+
+@pytest.mark.parametrize("name", CALLING)
+def test_histories_with_tools_equal_the_whole_conversation(name, qwen_tokenizer, trace_data):
+    """The assistant's calls are told to the template as such: what it writes is what the policy sampled."""
+    renderer = load_renderer(qwen_tokenizer, trace_data, name)
+    calls_form = '{{"name": "{name}", "parameters": {{"x": {x}}}}}' if "llama" in name else None
+    calls_form = calls_form or '<tool_call>\n{{"name": "{name}", "arguments": {{"x": {x}}}}}\n</tool_call>'
+
+    @relaxed
+    @given(st.booleans(), texts, st.lists(st.tuples(st.integers(0, 99), texts), min_size=1, max_size=4))
+    def check(with_system, question, rounds):
+        system = [{"role": "system", "content": "Be brief."}] if with_system else []
+        opening = [*system, {"role": "user", "content": question}]
+        history, messages = renderer.prompt_ids(opening, TOOLS), list(opening)
+        for x, result in rounds:
+            text = calls_form.format(name="double", x=x)
+            action = (*qwen_tokenizer.encode(text), renderer.stop_token_ids[0])
+            observation = [{"role": "tool", "content": result}]
+            history += action + renderer.observation_ids(observation, action, opening, TOOLS)
+            call = {"type": "function", "function": {"name": "double", "arguments": {"x": x}}}
+            messages += [{"role": "assistant", "content": "", "tool_calls": [call]}, *observation]
+        assert history == tuple(qwen_tokenizer.encode(render(qwen_tokenizer, messages, name, TOOLS)))
+
+    check()
+
+
+def test_thoughts_stay_as_they_were_sampled(qwen_tokenizer, trace_data):
+    """Qwen3's template takes the thoughts out of earlier turns; the history that the policy saw keeps them."""
+    renderer = load_renderer(qwen_tokenizer, trace_data, "Qwen-Qwen3-0.6B")
+    opening = [{"role": "user", "content": "q"}]
+    thought = "<think>\nfirst  try</think>\n\n\n12"
+    action = (*qwen_tokenizer.encode(thought), renderer.stop_token_ids[0])
+    observation = [{"role": "user", "content": "no"}]
+    history = renderer.prompt_ids(opening) + action + renderer.observation_ids(observation, action, opening)
+    assert f"<|im_start|>assistant\n{thought}<|im_end|>\n<|im_start|>user\nno<|im_end|>" in qwen_tokenizer.decode(
+        history
+    )
+    said = [*opening, {"role": "assistant", "content": thought}, *observation]
+    assert "first" not in render(qwen_tokenizer, said, "Qwen-Qwen3-0.6B")  # or the test shows nothing
+
+
+@pytest.mark.parametrize("with_system", [False, True])
+def test_a_template_without_tools_finds_them_in_the_system_message(with_system, qwen_tokenizer, trace_data):
+    renderer = load_renderer(qwen_tokenizer, trace_data, "SmolLM2")
+    opening = [{"role": "system", "content": "Be brief."}] * with_system + [{"role": "user", "content": "q"}]
+    text = qwen_tokenizer.decode(renderer.prompt_ids(opening, TOOLS))
+    system, _, rest = text.partition("<|im_end|>")
+    assert system.startswith(
+        "<|im_start|>system\nBe brief.\n\nYou may" if with_system else "<|im_start|>system\nYou may"
+    )
+    assert [json.loads(line) for line in system.splitlines() if line.startswith('{"type"')] == TOOLS
+    assert rest == "\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+    action = (*qwen_tokenizer.encode("a"), renderer.stop_token_ids[0])
+    observed = renderer.observation_ids([{"role": "tool", "content": "4"}], action, opening, TOOLS)
+    assert qwen_tokenizer.decode(observed) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_several_tool_answers_share_one_turn(qwen_tokenizer, trace_data):

@@ -3,10 +3,13 @@
 A template is asked what it writes after an assistant turn: a conversation whose assistant message is a marker is
 rendered, and the text behind the marker is the end of the turn, the observation and the opening of the next turn. It
 begins with the end-of-turn token, a special token, so tokenising it alone gives the ids it has inside the conversation.
+
+Tools go to the template. One that does not know them (SmolLM2's) finds them described in the system message instead.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,23 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from trace_megatron.errors import UserError
 
 Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+"""A JSON schema in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
 _MARKER = "TraceActionMarker"
 _OPENING: tuple[Message, ...] = ({"role": "user", "content": "Question"},)
+_PROBE: Tool = {
+    "type": "function",
+    "function": {"name": _MARKER, "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+_TOOLS_TEXT = """You may call functions. Their signatures:
+<tools>
+{tools}
+</tools>
+To call one, write a JSON object with its name and arguments:
+<tool_call>
+{{"name": <name>, "arguments": <arguments>}}
+</tool_call>"""
 
 
 class ChatRenderer:
@@ -36,6 +53,7 @@ class ChatRenderer:
         Raises UserError if the template cannot be rendered incrementally.
         """
         self._tokenizer = tokenizer
+        self._template_writes_tools = True
         self._template_options = dict(template_options or {})
         if not tokenizer.chat_template:
             raise UserError(
@@ -44,6 +62,7 @@ class ChatRenderer:
             )
         end_of_turn = self._end_of_turn_id()
         eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+        self._template_writes_tools = _MARKER in self._render(_OPENING, True, [_PROBE])
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys((end_of_turn, *eos, *eos_token_ids)))
         """The template's end-of-turn token first, then the tokenizer's and the generation config's eos tokens."""
 
@@ -61,22 +80,27 @@ class ChatRenderer:
         eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         return cls(tokenizer, eos_token_ids, template_options)
 
-    def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """Ids of the opening messages and of the assistant's generation prompt."""
-        return self._encode(self._render(messages, add_generation_prompt=True))
+        return self._encode(self._render(messages, add_generation_prompt=True, tools=tools))
 
     def observation_ids(
-        self, messages: Sequence[Message], action_ids: Sequence[int], opening: Sequence[Message] = _OPENING
+        self,
+        messages: Sequence[Message],
+        action_ids: Sequence[int],
+        opening: Sequence[Message] = _OPENING,
+        tools: Sequence[Tool] = (),
     ) -> tuple[int, ...]:
         """Ids that follow ``action_ids`` in the history: rest of the turn's end, ``messages``, next generation prompt.
 
-        The sampled stop token stands for the template's end-of-turn token and is not repeated. ``opening``: the
-        conversation's first messages, for templates whose turns depend on them (a system message that switches
-        thinking off). Raises ValueError if no stop token ended the action: such a turn has no continuation.
+        The sampled stop token stands for the template's end-of-turn token and is not repeated. ``opening``
+        and ``tools``: the conversation's first messages and tools, for templates whose turns depend on them (a system
+        message that switches thinking off). Raises ValueError if no stop token ended the action: such a turn has no
+        continuation.
         """
         if not action_ids or action_ids[-1] not in self.stop_token_ids:
             raise ValueError("an action that no stop token ended has no observation")
-        return self._encode(self._text_after_action(messages, opening))[1:]
+        return self._encode(self._text_after_action(messages, opening, tools))[1:]
 
     def action_text(self, action_ids: Sequence[int]) -> str:
         """The action as text, without the stop token; other special tokens stay, tool calls may need them."""
@@ -84,12 +108,14 @@ class ChatRenderer:
         ids = list(action_ids[:-1] if stopped else action_ids)
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
-    def _text_after_action(self, messages: Sequence[Message], opening: Sequence[Message]) -> str:
+    def _text_after_action(
+        self, messages: Sequence[Message], opening: Sequence[Message], tools: Sequence[Tool] = ()
+    ) -> str:
         marker = _MARKER
-        while marker in str(opening):
+        while marker in str(opening) or marker in str(tools):
             marker += "X"
         conversation = [*opening, {"role": "assistant", "content": marker}, *messages]
-        _, found, text = self._render(conversation, add_generation_prompt=True).partition(marker)
+        _, found, text = self._render(conversation, add_generation_prompt=True, tools=tools).partition(marker)
         if not found:
             raise UserError(
                 "the chat template does not write an assistant message's content as it is, so histories cannot grow"
@@ -112,13 +138,18 @@ class ChatRenderer:
         added = self._tokenizer.added_tokens_decoder
         return {token_id for token_id, token in added.items() if token.special} | set(self._tokenizer.all_special_ids)
 
-    def _render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Tool] = ()) -> str:
+        options = dict(self._template_options)
+        if tools and self._template_writes_tools:
+            options["tools"] = [dict(tool) for tool in tools]
+        elif tools:
+            messages = _with_tools(messages, tools)
         try:
             return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                **self._template_options,
+                **options,
             )
         except (
             jinja2.TemplateError,
@@ -132,3 +163,11 @@ class ChatRenderer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """The messages with the tools in their system message."""
+    text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if messages and messages[0].get("role") == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

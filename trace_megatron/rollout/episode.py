@@ -136,7 +136,7 @@ class EpisodeRunner:
     ) -> Visit | None:
         """Append the observation to the history. One that leaves no room for an action is dropped."""
         observation_ids = self._renderer.observation_ids(
-            transition.observation, completion.token_ids, prompt.task.messages
+            transition.observation, completion.token_ids, prompt.task.messages, prompt.task.tools
         )
         token_ids = here.token_ids + completion.token_ids + observation_ids
         if self._room(prompt, token_ids) < 1:

@@ -39,7 +39,7 @@ class PromptSource:
             epoch, offset = divmod(self._position, len(self._tasks))
             self._position += 1
             task = self._tasks[_shuffled(offset, len(self._tasks), f"{self._seed}:{self._split}:{epoch}")]
-            token_ids = self._renderer.prompt_ids(task.messages)
+            token_ids = self._renderer.prompt_ids(task.messages, task.tools)
             if len(token_ids) <= self._max_prompt_tokens:
                 prompts.append(Prompt(_prompt_id(task, epoch), task, token_ids))
                 dropped_in_a_row = 0
