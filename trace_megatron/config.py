@@ -147,8 +147,12 @@ class SyncConfig:
 @dataclass(frozen=True, slots=True)
 class EnvConfig:
     name: str = "reasoning_gym"
-    """A file of envs/."""
+    """A file of envs/, or an entry point of the group trace_megatron.envs."""
     params: dict[str, Any] = field(default_factory=dict)
+    max_concurrency: int = 0
+    """Calls to the environment that may run at once; 0: its own limit, if it has one."""
+    timeout_s: float = 120.0
+    """Of one call, without the wait for its turn; a call that takes longer fails its rollout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,22 @@
-"""The environments that a configuration can name; each one's package is imported only when it is chosen."""
+"""The environments that a configuration can name; each one's package is imported only when it is chosen.
+
+Packages add their own through the entry point group ``trace_megatron.envs`` (docs/environments.md): the entry point's
+name is the environment's, its object is called with ``env.params``.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 from trace_megatron.config import EnvConfig
+from trace_megatron.envs.limits import LimitedEnvironment
 from trace_megatron.errors import UserError
 from trace_megatron.rollout.env import Environment
+
+ENTRY_POINTS = "trace_megatron.envs"
 
 
 def _reasoning_gym(params: Mapping[str, Any]) -> Environment:
@@ -21,9 +29,27 @@ _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {"reasoning_g
 
 
 def build_environment(config: EnvConfig) -> Environment:
-    """The environment that ``config`` names, with its parameters; raises UserError for unknown ones."""
-    if config.name not in _BUILDERS:
-        known = ", ".join(_BUILDERS)
-        nearest = difflib.get_close_matches(config.name, _BUILDERS, n=1, cutoff=0.0)
-        raise UserError(f"unknown environment '{config.name}': did you mean '{nearest[0]}'? Known: {known}")
-    return _BUILDERS[config.name](config.params)
+    """The environment that ``config`` names, within its limits; raises UserError for unknown names and parameters."""
+    if config.timeout_s <= 0 or config.max_concurrency < 0:
+        raise UserError(
+            f"expected env.timeout_s above 0 and env.max_concurrency of at least 0 (0: no limit), found "
+            f"{config.timeout_s:g} and {config.max_concurrency}"
+        )
+    environment = _build(config)
+    own_limit = getattr(environment, "max_concurrency", 0)
+    return LimitedEnvironment(environment, config.max_concurrency or own_limit, config.timeout_s)
+
+
+def _build(config: EnvConfig) -> Environment:
+    if config.name in _BUILDERS:
+        return _BUILDERS[config.name](config.params)
+    installed = entry_points(group=ENTRY_POINTS)
+    if config.name not in installed.names:
+        known = sorted({*_BUILDERS, *installed.names})
+        nearest = difflib.get_close_matches(config.name, known, n=1, cutoff=0.0)
+        raise UserError(f"unknown environment '{config.name}': did you mean '{nearest[0]}'? Known: {', '.join(known)}")
+    environment_class = installed[config.name].load()
+    try:
+        return environment_class(**config.params)
+    except TypeError as error:
+        raise UserError(f"wrong parameters in env.params for the environment '{config.name}': {error}") from error

@@ -25,7 +25,10 @@ class Transition:
 
 
 class Environment(Protocol):
-    """A family of tasks with its verifier. ``split`` is "train" or "validation"; the two share no task."""
+    """A family of tasks with its verifier. ``split`` is "train" or "validation"; the two share no task.
+
+    It may have an attribute ``max_concurrency``: the number of calls that it can serve at once.
+    """
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The split's tasks; may be lazy. Empty only if the user asked for something that has none."""

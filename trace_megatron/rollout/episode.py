@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 from collections.abc import Awaitable, Mapping
@@ -16,9 +15,6 @@ from trace_megatron.rollout.engine import Completion, EngineError, RolloutEngine
 from trace_megatron.rollout.env import Environment, Transition
 from trace_megatron.rollout.seeds import request_seed
 from trace_megatron.types import ROOT, Anchor, Prompt, Rollout, RolloutStatus, Turn
-
-ENVIRONMENT_TIMEOUT_S = 120.0
-"""Of one call to the environment; a call that takes longer is an ENV_ERROR."""
 
 T = TypeVar("T")
 
@@ -53,7 +49,6 @@ class EpisodeRunner:
         config: RolloutConfig,
         run_seed: int,
         max_model_len: int = 0,
-        environment_timeout_s: float = ENVIRONMENT_TIMEOUT_S,
     ) -> None:
         """``max_model_len``: the engine's, 0 if it holds prompt and response limit."""
         if max_model_len and max_model_len <= config.max_prompt_tokens:
@@ -67,7 +62,6 @@ class EpisodeRunner:
         self._config = config
         self._run_seed = run_seed
         self._max_model_len = max_model_len or math.inf
-        self._environment_timeout_s = environment_timeout_s
 
     async def play(
         self, prompt: Prompt, *, step: int, k: int, anchor: Anchor = ROOT, start: Visit | None = None
@@ -153,10 +147,7 @@ class EpisodeRunner:
 
     async def _ask(self, call: Awaitable[T]) -> T:
         try:
-            async with asyncio.timeout(self._environment_timeout_s):
-                return await call
-        except TimeoutError as error:
-            raise _EnvironmentFailure(f"no answer within {self._environment_timeout_s:g} s") from error
+            return await call
         except Exception as error:  # whatever an environment raises is data: the rollout is counted as failed
             raise _EnvironmentFailure(f"{type(error).__name__}: {error}") from error
 
@@ -190,4 +181,4 @@ class _Run:
 
 
 class _EnvironmentFailure(Exception):
-    """A call to the environment raised, took too long or gave nonsense."""
+    """A call to the environment raised or gave nonsense."""
