@@ -8,7 +8,8 @@ from trace_megatron.algorithm.selectors import build_selector
 from trace_megatron.config import Config
 from trace_megatron.envs import build_environment
 from trace_megatron.errors import UserError
-from trace_megatron.policy.hf_config import check_parallel, read_hf_config
+from trace_megatron.policy.hf_config import read_hf_config
+from trace_megatron.policy.layout import check_parallel
 
 
 def check_config(config: Config) -> None:

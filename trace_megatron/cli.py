@@ -47,9 +47,7 @@ def train(
         from trace_megatron.train import run_rank
 
         sys.exit(run_rank(arguments))
-    policy = resolved.policy
-    num_ranks = policy.tensor_parallel * policy.pipeline_parallel * policy.data_parallel
-    sys.exit(run_ranks([sys.executable, "-m", "trace_megatron.train", *arguments], num_ranks))
+    sys.exit(run_ranks([sys.executable, "-m", "trace_megatron.train", *arguments], resolved.policy.num_ranks))
 
 
 @app.command("eval")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import types
 import typing
 from dataclasses import dataclass, field
@@ -39,11 +40,20 @@ class PolicyConfig:
     """Of parameters and activations; main weights and gradients are float32."""
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
+    virtual_pipeline: int = 1
+    """Model chunks of every pipeline stage, by the interleaved schedule where more than one."""
+    pipeline_layers: tuple[int, ...] = ()
+    """Layers of every chunk, in model order; empty: balanced by cost, the vocabulary head counted."""
     data_parallel: int = 1
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     tokens_per_micro_batch: int = 4096
     """A pack's upper limit; longer trees are cut by leaves."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Trainer processes."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +239,8 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
 
 def dump_config(config: Config) -> str:
     """The resolved configuration as YAML; ``load_config`` reads it back."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False)
+    values = json.loads(json.dumps(dataclasses.asdict(config)))  # YAML's safe dumper knows lists, but no tuples
+    return yaml.safe_dump(values, sort_keys=False)
 
 
 def _set(values: dict, parts: list[str], value: Any, override: str) -> None:
@@ -268,6 +279,10 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         if value not in choices:
             raise UserError(f"expected one of {', '.join(map(str, choices))} for '{name}', found {value!r}")
         return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise UserError(f"expected a list for '{name}', found {value!r}")
+        return tuple(_convert(typing.get_args(hint)[0], entry, name) for entry in value)
     if origin in (dict, types.GenericAlias) or hint is dict:
         if not isinstance(value, dict):
             raise UserError(f"expected a mapping for '{name}', found {value!r}")

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.policy.layout_ranks import DP2, PP2, SP, TP2, Layout, in_driver_form, join_world, step_batches
+from tests.policy.layout_ranks import DP2, PP2, SP, TP2, VP2, Layout, in_driver_form, join_world, step_batches
 from trace_megatron.config import LossConfig, OptimizerConfig, PolicyConfig
 from trace_megatron.errors import UserError
 from trace_megatron.policy import parallel
@@ -31,7 +31,7 @@ SAVED = {
     "dp2-replicated": (DP2, "float32", False),
 }
 """Name -> layout, dtype, distributed optimizer."""
-RESHARDED = {"tp2": (TP2, "pp2"), "pp2": (PP2, "dp2"), "dp2": (DP2, "pp2")}
+RESHARDED = {"tp2": (TP2, "pp2"), "pp2": (PP2, "dp2"), "dp2": (DP2, "pp2"), "vp2": (VP2, "dp2")}
 """Float32 layout -> the saved one that it continues."""
 START = "at-the-start"
 

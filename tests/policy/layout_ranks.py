@@ -56,6 +56,7 @@ LOSSES = {
     "decoupled": LossConfig(old_logprobs="decoupled", importance_cap=1.7),
 }
 TP2, PP2, DP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel": 2}
+VP2 = {"pipeline_parallel": 2, "virtual_pipeline": 2}
 SP, FULL = {"sequence_parallel": True}, {"recompute": "full"}
 
 LAYOUTS = [
@@ -73,12 +74,16 @@ LAYOUTS = [
     Layout("tp2-sp-recompute", TP2 | SP | FULL),
     Layout("pp2", PP2, num_packs=4),
     Layout("pp2-kl", PP2, num_packs=2, loss="kl"),
+    Layout("pp2-uneven", {"pipeline_parallel": 2, "pipeline_layers": (3, 1)}, num_packs=3),
+    Layout("vp2", VP2, num_packs=4),
+    Layout("vp2-odd-kl", VP2, num_packs=3, loss="kl"),
     Layout("dp2", DP2, num_packs=2),
     Layout("dp2-replicated", DP2, distributed=False),
     Layout("dp2-dummy", DP2, only_tree=1),
     Layout("tp4", {"tensor_parallel": 4}),
     Layout("tp2-pp2", TP2 | PP2, num_packs=2),
     Layout("tp2-pp2-sp-recompute", TP2 | PP2 | SP | FULL, num_packs=4),
+    Layout("tp2-vp2-sp-recompute", TP2 | VP2 | SP | FULL, num_packs=3),
     Layout("tp2-dp2", TP2 | DP2),
     Layout("pp2-dp2", PP2 | DP2, num_packs=2),
 ]

@@ -24,7 +24,7 @@ from trace_megatron.policy.hf_config import read_hf_config
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     # 261 rows of vocabulary: padded at TP 2, not at TP 1
-    shape = {"num_layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 261}
+    shape = {"num_layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 261}
     write_tiny_model(folder / MODEL, "llama", tied=True, **shape)
     model = AutoModelForCausalLM.from_pretrained(folder / MODEL, dtype=torch.float64)
     logprobs = engine_logprobs(example_trees(vocab_size=200), model)
@@ -82,7 +82,7 @@ def test_files_are_complete_and_named(folder):
         (lambda folder: (folder / "rank_00001.safetensors").unlink(), "rank_00001.safetensors"),
         (lambda folder: (folder / "rank_00000.safetensors").write_bytes(b"short"), "rank_00000.safetensors"),
         (lambda folder: edit(folder, "model", "hidden_size", 64), "model.hidden_size 32, found 64"),
-        (lambda folder: edit(folder, "model", "num_layers", 3), "model.num_layers 2, found 3"),
+        (lambda folder: edit(folder, "model", "num_layers", 3), "model.num_layers 4, found 3"),
     ],
 )
 def test_unreadable_checkpoints_are_refused_in_a_sentence(folder, tmp_path, change, words):

@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 
-from trace_megatron.algorithm.pack import pad_batch, trained_edges
+from trace_megatron.algorithm.pack import pack_trees, pad_batch, trained_edges
 from trace_megatron.policy.logprobs import edge_logprobs
 from trace_megatron.policy.tree_attention import TreeSequence
 from trace_megatron.types import TreeBatch
@@ -85,8 +85,13 @@ def run_schedule(
     """Run Megatron's schedule over this rank's micro-batches.
 
     ``evaluate`` is called on the last stage and returns (loss, token count, result). Returns the results in the
-    order of ``batches`` on the last stage, nothing on the others.
+    order of ``batches`` on the last stage, nothing on the others. The interleaved schedule takes a multiple of the
+    number of stages: packs of one padding token make it up.
     """
+    num_real, num_chunks = len(batches), len(model_chunks)
+    if num_chunks > 1:
+        num_stages = unwrap_model(model_chunks[0]).config.pipeline_model_parallel_size
+        batches = [*batches, *[pack_trees((), ())] * (-num_real % num_stages)]
 
     def step(iterator: Iterator[TreeBatch], model: torch.nn.Module):
         batch = next(iterator)
@@ -95,15 +100,16 @@ def run_schedule(
             return output, None
         return output.logprobs, lambda _: evaluate(batch, output)
 
-    return get_forward_backward_func()(
+    results = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(batches),
+        data_iterator=[iter(batches) for _ in model_chunks] if num_chunks > 1 else iter(batches),
         model=list(model_chunks),
         num_microbatches=len(batches),
         seq_length=max(batch.num_tokens for batch in batches),
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    return results[:num_real]
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
 
 FAMILIES = {
@@ -110,34 +109,6 @@ def parse_hf_config(values: dict[str, Any], where: str) -> HFModelConfig:
         qkv_bias=family == "qwen2",
         **(_read_experts(values, where) if family == "qwen3_moe" else {}),
     )
-
-
-def check_parallel(model: HFModelConfig, policy: PolicyConfig) -> None:
-    """Raise UserError if the model's shapes do not allow the policy's parallel layout."""
-    tensor, pipeline = policy.tensor_parallel, policy.pipeline_parallel
-    for name in ("tensor_parallel", "pipeline_parallel", "data_parallel"):
-        if getattr(policy, name) < 1:
-            raise UserError(f"expected policy.{name} of at least 1, found {getattr(policy, name)}")
-    if model.num_heads % tensor:
-        raise UserError(
-            f"expected policy.tensor_parallel to divide the model's {model.num_heads} attention heads, found {tensor}"
-        )
-    if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
-        raise UserError(
-            f"expected policy.tensor_parallel to divide the model's {model.num_kv_heads} key-value heads or to be "
-            f"a multiple of them, found {tensor}"
-        )
-    ffn = model.expert_ffn_size if model.num_experts else model.ffn_size
-    if ffn % tensor:
-        raise UserError(
-            f"expected policy.tensor_parallel to divide the model's feed-forward size {ffn}, found {tensor}"
-        )
-    if model.num_layers % pipeline:
-        raise UserError(
-            f"expected policy.pipeline_parallel to divide the model's {model.num_layers} layers, found {pipeline}"
-        )
-    if policy.sequence_parallel and tensor == 1:
-        raise UserError("expected policy.tensor_parallel above 1 with policy.sequence_parallel, found 1: turn it off")
 
 
 def _refuse_unsupported(values: dict[str, Any], family: str, where: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.enums import LayerType
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -78,8 +79,9 @@ def iter_hf_weights(
     """
     parameters = named_parameters(model_chunks)
     like = next(iter(parameters.values()))
+    stages = _layer_stages(model_chunks)
     for weight in _exported(hf):
-        tensors = _collect(weight, _take(parameters, weight), hf, like)
+        tensors = _collect(weight, _take(parameters, weight), hf, like, _stage(weight, stages))
         yield from zip(weight.hf, tensors or [None] * len(weight.hf), strict=True)
 
 
@@ -181,10 +183,10 @@ def _check_tensors(readers: Mapping[str, safe_open], weights: Sequence[Weight], 
 
 
 def _collect(
-    weight: Weight, parameter: torch.Tensor | None, hf: HFModelConfig, like: torch.Tensor
+    weight: Weight, parameter: torch.Tensor | None, hf: HFModelConfig, like: torch.Tensor, stage: int
 ) -> list[torch.Tensor] | None:
     """The weight's HF tensors on global rank 0, else None: gathered over the tensor-parallel ranks, then sent to the
-    first expert-parallel rank (an expert's), then to the first pipeline stage.
+    first expert-parallel rank (an expert's), then from pipeline stage ``stage`` to the first.
 
     ``like`` has the dtype and device of all parameters.
     """
@@ -195,7 +197,6 @@ def _collect(
     tensors = _gather(weight, parameter, hf) if parameter is not None else None
     if _tensor_group(weight).rank() != 0:
         return None
-    stage = _stage(weight, hf)
     if experts and parallel_state.get_pipeline_model_parallel_rank() == stage:
         group = parallel_state.get_expert_model_parallel_group()
         tensors = _to_first(tensors, expert_owner(hf, weight.expert, group.size()), group, weight, like)
@@ -235,12 +236,26 @@ def _to_first(
     return tensors if group.rank() == 0 else None
 
 
-def _stage(weight: Weight, hf: HFModelConfig) -> int:
+def _layer_stages(model_chunks: Sequence[torch.nn.Module]) -> list[int]:
+    """The pipeline stage of every layer of the model."""
+    config = model_chunks[0].config
+    if config.pipeline_model_parallel_layout is None:
+        return [0] * config.num_layers
+    chunks = config.pipeline_model_parallel_layout.layout  # [stage][chunk of the stage]: what stands in it
+    return [
+        stage
+        for virtual in range(len(chunks[0]))
+        for stage, of_stage in enumerate(chunks)
+        for kind in of_stage[virtual]
+        if kind is LayerType.decoder
+    ]
+
+
+def _stage(weight: Weight, layer_stages: Sequence[int]) -> int:
     """The pipeline stage that holds the weight."""
-    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
     if weight.layer is not None:
-        return weight.layer // (hf.num_layers // num_stages)
-    return 0 if weight.megatron[0].startswith("embedding.") else num_stages - 1
+        return layer_stages[weight.layer]
+    return 0 if weight.megatron[0].startswith("embedding.") else layer_stages[-1]
 
 
 def _copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:

@@ -20,10 +20,12 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from trace_megatron.config import PolicyConfig
-from trace_megatron.policy.hf_config import HFModelConfig, Llama3Scaling, check_parallel
+from trace_megatron.policy.hf_config import HFModelConfig, Llama3Scaling
+from trace_megatron.policy.layout import check_parallel, split_layers
 from trace_megatron.policy.tree_attention import TreeCoreAttention, TreeSequence
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -34,28 +36,38 @@ an entropy's 0 * -inf would be NaN."""
 
 
 def build_model(hf: HFModelConfig, policy: PolicyConfig) -> list[GPTModel]:
-    """This rank's model chunks, in pipeline order (one; Megatron's schedules take a list).
+    """This rank's model chunks, in pipeline order: one, or ``policy.virtual_pipeline`` of them.
 
     Weights are random until ``hf_weights.load_hf_weights``. Raises UserError where the shapes forbid the layout.
     """
     check_parallel(hf, policy)
     config = build_transformer_config(hf, policy)
+    if policy.virtual_pipeline == 1:
+        return [_build_chunk(hf, policy, config, None)]
+    return [_build_chunk(hf, policy, config, chunk) for chunk in range(policy.virtual_pipeline)]
+
+
+def _build_chunk(
+    hf: HFModelConfig, policy: PolicyConfig, config: TransformerConfig, virtual_stage: int | None
+) -> GPTModel:
+    where = {"ignore_virtual": False, "vp_stage": virtual_stage}
     model = GPTModel(
         config,
-        build_layer_spec(config),
+        build_layer_spec(config, virtual_stage),
         vocab_size=padded_vocab_size(hf.vocab_size, policy.tensor_parallel),
         max_sequence_length=hf.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**where),
+        post_process=parallel_state.is_pipeline_last_stage(**where),
         share_embeddings_and_output_weights=hf.tied,
         position_embedding_type="rope",
         rotary_base=hf.rope_theta,
+        vp_stage=virtual_stage,
     )
     model.rotary_pos_emb = TreeRotaryEmbedding(hf)
     if model.post_process and hf.vocab_size % policy.tensor_parallel:
         first_row = parallel_state.get_tensor_model_parallel_rank() * model.output_layer.output_size_per_partition
         model.output_layer.register_forward_hook(functools.partial(_mask_padded_rows, hf.vocab_size - first_row))
-    return [model.cuda() if torch.cuda.is_available() else model]
+    return model.cuda() if torch.cuda.is_available() else model
 
 
 def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> TransformerConfig:
@@ -83,6 +95,7 @@ def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> Transfo
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=policy.tensor_parallel,
         pipeline_model_parallel_size=policy.pipeline_parallel,
+        **_pipeline(hf, policy),
         sequence_parallel=policy.sequence_parallel,
         use_cpu_initialization=not on_gpu,
         calculate_per_token_loss=True,  # the loss comes with global weights already: no division per micro-batch
@@ -93,7 +106,7 @@ def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> Transfo
     )
 
 
-def build_layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+def build_layer_spec(config: TransformerConfig, virtual_stage: int | None = None) -> TransformerBlockSubmodules:
     """Layers whose core attention reads the tree: Transformer Engine's on a GPU that has it, else Megatron's own."""
     if torch.cuda.is_available() and HAVE_TE:
         spec, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
@@ -104,7 +117,9 @@ def build_layer_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
             attention = spec.submodules.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = norm
     spec.submodules.self_attention.submodules.core_attention = TreeCoreAttention
-    return TransformerBlockSubmodules(layer_specs=[spec] * get_num_layers_to_build(config), layer_norm=norm)
+    return TransformerBlockSubmodules(
+        layer_specs=[spec] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
+    )
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
@@ -149,6 +164,24 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | No
     smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     smooth = smooth.clamp(0, 1)
     return smooth * freqs + (1 - smooth) * freqs / scaling.factor
+
+
+def _pipeline(hf: HFModelConfig, policy: PolicyConfig) -> dict:
+    if policy.pipeline_parallel == 1:
+        return {}
+    chunks = [[LayerType.decoder] * count for count in split_layers(hf, policy)]
+    chunks[0].insert(0, LayerType.embedding)
+    chunks[-1].append(LayerType.loss)
+    options = {"pipeline_model_parallel_layout": chunks}
+    if policy.virtual_pipeline > 1:
+        # With the defaults, the other way round, two stages that send to each other in one batch of operations take
+        # activations for gradients without a word: both have the same shape and the same partner.
+        options |= {
+            "virtual_pipeline_model_parallel_size": policy.virtual_pipeline,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
+    return options
 
 
 def _recompute(granularity: str) -> dict:

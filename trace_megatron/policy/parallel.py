@@ -48,7 +48,7 @@ def initialize(config: PolicyConfig, seed: int) -> Ranks:
 
     Raises UserError unless the number of processes is tensor x pipeline x data parallel.
     """
-    expected = config.tensor_parallel * config.pipeline_parallel * config.data_parallel
+    expected = config.num_ranks
     found = int(os.environ.get("WORLD_SIZE", "1"))
     if found != expected:
         raise UserError(
@@ -64,6 +64,7 @@ def initialize(config: PolicyConfig, seed: int) -> Ranks:
     parallel_state.initialize_model_parallel(
         config.tensor_parallel,
         config.pipeline_parallel,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         distributed_timeout_minutes=int(_COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
     torch.manual_seed(seed)

@@ -1,0 +1,91 @@
+"""Which parallel layouts a model allows, and which layers stand in which chunk of the pipeline. No Megatron in here."""
+
+from __future__ import annotations
+
+from trace_megatron.config import PolicyConfig
+from trace_megatron.errors import UserError
+from trace_megatron.policy.hf_config import HFModelConfig
+
+TRAINED_SHARE = 0.5
+"""Of a pack's tokens, the share that goes through the vocabulary head: prompts and observations do not."""
+
+
+def check_parallel(model: HFModelConfig, policy: PolicyConfig) -> None:
+    """Raise UserError if the model's shapes do not allow the policy's parallel layout."""
+    tensor = policy.tensor_parallel
+    for name in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "data_parallel"):
+        if getattr(policy, name) < 1:
+            raise UserError(f"expected policy.{name} of at least 1, found {getattr(policy, name)}")
+    if model.num_heads % tensor:
+        raise UserError(
+            f"expected policy.tensor_parallel to divide the model's {model.num_heads} attention heads, found {tensor}"
+        )
+    if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
+        raise UserError(
+            f"expected policy.tensor_parallel to divide the model's {model.num_kv_heads} key-value heads or to be "
+            f"a multiple of them, found {tensor}"
+        )
+    ffn = model.expert_ffn_size if model.num_experts else model.ffn_size
+    if ffn % tensor:
+        raise UserError(
+            f"expected policy.tensor_parallel to divide the model's feed-forward size {ffn}, found {tensor}"
+        )
+    if policy.sequence_parallel and tensor == 1:
+        raise UserError("expected policy.tensor_parallel above 1 with policy.sequence_parallel, found 1: turn it off")
+    _check_pipeline(model, policy)
+
+
+def split_layers(model: HFModelConfig, policy: PolicyConfig) -> list[int]:
+    """Layers of every pipeline chunk in model order; chunk c is on stage c % pipeline_parallel.
+
+    ``policy.pipeline_layers`` where given. Else the slowest chunk is as fast as whole layers allow, with the vocabulary
+    head counted as ``head_layers`` layers of the last chunk; what does not divide goes to the first ones.
+    """
+    if policy.pipeline_layers:
+        return list(policy.pipeline_layers)
+    num_layers, num_chunks = model.num_layers, num_pipeline_chunks(policy)
+    if num_chunks == 1:
+        return [num_layers]
+    head = head_layers(model, policy)
+    others = num_chunks - 1
+
+    def pace(last: int) -> tuple[float, int]:
+        slowest = max(-(-(num_layers - last) // others), last + head)
+        return slowest, abs(num_layers - last * num_chunks)  # of equally fast ones the most even
+
+    last = min(range(1, num_layers - others + 1), key=pace)
+    share, rest = divmod(num_layers - last, others)
+    return [share + (chunk < rest) for chunk in range(others)] + [last]
+
+
+def num_pipeline_chunks(policy: PolicyConfig) -> int:
+    return policy.pipeline_parallel * policy.virtual_pipeline
+
+
+def head_layers(model: HFModelConfig, policy: PolicyConfig) -> float:
+    """What the vocabulary head costs, in layers: matrix products of a forward and backward pass per token of a pack."""
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    ffn = model.experts_per_token * model.expert_ffn_size if model.num_experts else model.ffn_size
+    layer = model.hidden_size * (2 * query + 2 * key + 3 * ffn)
+    layer_passes = 4 if policy.recompute == "full" else 3  # forward, and twice that backward
+    head_passes = 4  # its backward pass computes the logits again
+    return TRAINED_SHARE * head_passes * model.vocab_size * model.hidden_size / (layer_passes * layer)
+
+
+def _check_pipeline(model: HFModelConfig, policy: PolicyConfig) -> None:
+    stages, chunks, layers = policy.pipeline_parallel, num_pipeline_chunks(policy), policy.pipeline_layers
+    if policy.virtual_pipeline > 1 and stages == 1:
+        raise UserError(
+            f"expected policy.pipeline_parallel above 1 with policy.virtual_pipeline {policy.virtual_pipeline}, "
+            f"found 1: set policy.virtual_pipeline=1"
+        )
+    if model.num_layers < chunks:
+        raise UserError(
+            f"expected at most {model.num_layers} pipeline chunks, one for each layer of the model, found {chunks}: "
+            f"lower policy.pipeline_parallel or policy.virtual_pipeline"
+        )
+    if layers and (len(layers) != chunks or sum(layers) != model.num_layers or min(layers) < 1):
+        raise UserError(
+            f"expected policy.pipeline_layers as {chunks} positive numbers that add up to the model's "
+            f"{model.num_layers} layers, found {list(layers)}"
+        )
