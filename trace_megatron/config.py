@@ -44,6 +44,8 @@ class PolicyConfig:
     """Model chunks of every pipeline stage, by the interleaved schedule where more than one."""
     pipeline_layers: tuple[int, ...] = ()
     """Layers of every chunk, in model order; empty: balanced by cost, the vocabulary head counted."""
+    context_parallel: int = 1
+    """Ranks that share the rows of every pack; each holds the keys and values of all rows, a layer at a time."""
     data_parallel: int = 1
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
@@ -53,7 +55,7 @@ class PolicyConfig:
     @property
     def num_ranks(self) -> int:
         """Trainer processes."""
-        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,13 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        sizes = ("tensor_parallel", "pipeline_parallel", "data_parallel")
-        return int(torch.tensor([self.policy.get(size, 1) for size in sizes]).prod())
+        return PolicyConfig(**self.policy).num_ranks
+
+    @property
+    def is_sharded(self) -> bool:
+        """Each rank holds a part of the gradients alone."""
+        policy = PolicyConfig(**self.policy)
+        return self.distributed and policy.data_parallel * policy.context_parallel > 1
 
 
 LOSSES = {
@@ -57,6 +62,7 @@ LOSSES = {
 }
 TP2, PP2, DP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel": 2}
 VP2 = {"pipeline_parallel": 2, "virtual_pipeline": 2}
+CP2 = {"context_parallel": 2}
 SP, FULL = {"sequence_parallel": True}, {"recompute": "full"}
 
 LAYOUTS = [
@@ -77,6 +83,9 @@ LAYOUTS = [
     Layout("pp2-uneven", {"pipeline_parallel": 2, "pipeline_layers": (3, 1)}, num_packs=3),
     Layout("vp2", VP2, num_packs=4),
     Layout("vp2-odd-kl", VP2, num_packs=3, loss="kl"),
+    Layout("cp2", CP2, num_packs=2),
+    Layout("cp2-replicated", CP2, distributed=False),
+    Layout("cp2-replicated-recompute-decoupled", CP2 | FULL, num_packs=3, loss="decoupled", distributed=False),
     Layout("dp2", DP2, num_packs=2),
     Layout("dp2-replicated", DP2, distributed=False),
     Layout("dp2-dummy", DP2, only_tree=1),
@@ -84,6 +93,9 @@ LAYOUTS = [
     Layout("tp2-pp2", TP2 | PP2, num_packs=2),
     Layout("tp2-pp2-sp-recompute", TP2 | PP2 | SP | FULL, num_packs=4),
     Layout("tp2-vp2-sp-recompute", TP2 | VP2 | SP | FULL, num_packs=3),
+    Layout("cp2-tp2-sp", CP2 | TP2 | SP, num_packs=2, distributed=False),
+    Layout("cp2-pp2", CP2 | PP2, num_packs=3, distributed=False),
+    Layout("cp2-dp2-selective", CP2 | DP2 | {"recompute": "selective"}, distributed=False),
     Layout("tp2-dp2", TP2 | DP2),
     Layout("pp2-dp2", PP2 | DP2, num_packs=2),
 ]
@@ -148,7 +160,7 @@ def run_layout(folder: Path, family: str, layout: Layout) -> None:
             dist.broadcast(prepared, src=0)
     trainer = policy._trainer
     trainer.accumulate(batches[policy._ranks.data_rank])
-    if layout.distributed and layout.policy.get("data_parallel", 1) > 1:
+    if layout.is_sharded:
         gradients = None  # each rank holds its shard alone: the gradient norm and the replicated layout stand for it
     else:
         gradients = gathered_gradients(policy)

@@ -1,6 +1,6 @@
 """One pack through a GPTModel: hidden states between pipeline stages, scores of the trained edges at the last one.
 
-T packed tokens, E trained edges, H hidden size.
+T packed tokens, Q of them on this context-parallel rank, E trained edges, H hidden size.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import unwrap_model
 
 from trace_megatron.algorithm.pack import pack_trees, pad_batch, trained_edges
+from trace_megatron.policy.context import block_rows, deal_rows
 from trace_megatron.policy.logprobs import edge_logprobs
 from trace_megatron.policy.tree_attention import TreeSequence
 from trace_megatron.types import TreeBatch
@@ -24,10 +25,10 @@ from trace_megatron.types import TreeBatch
 
 @dataclass(frozen=True, slots=True)
 class EdgeScores:
-    """What the policy says of the trained tokens of one pack, on the model's device."""
+    """What the policy says of the trained tokens of one pack that this rank predicts, on the model's device."""
 
     positions: torch.Tensor
-    """[E] int64, index of each predicted token in the pack."""
+    """[E] int64, index of each predicted token in the pack; under context parallelism each is on one rank."""
     logprobs: torch.Tensor
     """[E], at the sampling temperature; carries the gradient."""
     entropies: torch.Tensor
@@ -44,27 +45,47 @@ class EdgeForward:
     device: torch.device
 
     def __call__(self, model: torch.nn.Module, batch: TreeBatch) -> torch.Tensor | EdgeScores:
-        """This stage's share: hidden states [T, 1, H] for the next stage, or the scores on the last one."""
+        """This stage's share: hidden states [Q, 1, H] for the next stage, or the scores on the last one."""
         core = unwrap_model(model)
         sequence_parallel = core.config.sequence_parallel
-        padded = pad_batch(batch, core.config.tensor_model_parallel_size if sequence_parallel else 1)
-        tokens, positions = padded.tokens.to(self.device), padded.position_ids.to(self.device)
-        tree = TreeSequence(subtree_end=padded.subtree_end.to(self.device), position_ids=positions)
+        padded, rows, tree = self._place(core, batch)
+        tokens = padded.tokens[rows].to(self.device)
         with _hidden_states_only(core) as is_last_stage:
-            hidden = model(tokens[None], positions[None], None, packed_seq_params=tree)
+            hidden = model(tokens[None], tree.position_ids[None], None, packed_seq_params=tree)
         if not is_last_stage:
             return hidden
         if sequence_parallel:
             # The gradient that comes back is whole on every rank already: summing it again would multiply it.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        return self._scores(core, hidden[:, 0], batch)
+        return self._scores(core, hidden[:, 0], batch, rows)
 
-    def _scores(self, model: GPTModel, hidden: torch.Tensor, batch: TreeBatch) -> EdgeScores:
+    def _place(self, model: GPTModel, batch: TreeBatch) -> tuple[TreeBatch, torch.Tensor, TreeSequence]:
+        """The pack, padded to what the ranks divide, the rows [Q] that this one holds, and the tree for its layers."""
+        num_ranks = model.config.context_parallel_size
+        multiple = model.config.tensor_model_parallel_size if model.config.sequence_parallel else 1
+        if num_ranks == 1:
+            padded = pad_batch(batch, multiple)
+            rows, attention = torch.arange(padded.num_tokens), {}
+        else:
+            block = block_rows(batch.num_tokens, num_ranks, multiple)
+            padded = pad_batch(batch, block * num_ranks)
+            dealt = deal_rows(padded.position_ids, num_ranks, block)
+            rows = dealt[model.pg_collection.cp.rank()]
+            order = torch.argsort(dealt.flatten())
+            attention = {"rows": rows.to(self.device, torch.int32), "gathered": order.to(self.device)}
+        ends, positions = padded.subtree_end.to(self.device), padded.position_ids[rows].to(self.device)
+        return padded, rows, TreeSequence(ends, positions, **attention)
+
+    def _scores(self, model: GPTModel, hidden: torch.Tensor, batch: TreeBatch, rows: torch.Tensor) -> EdgeScores:
+        """Of the edges whose predecessor is among ``rows``, where ``hidden`` [Q, H] stands."""
         edges = trained_edges(batch)
-        rows = batch.predecessor[edges].to(self.device, torch.int64)
+        place = torch.full((max(batch.num_tokens, int(rows[-1]) + 1),), -1)
+        place[rows] = torch.arange(rows.numel())
+        edges = edges[place[batch.predecessor[edges].long()] >= 0]
+        places = place[batch.predecessor[edges].long()]
         tied = model.share_embeddings_and_output_weights
         logprobs, entropies = edge_logprobs(
-            hidden.index_select(0, rows),
+            hidden.index_select(0, places.to(self.device)),
             model.shared_embedding_or_output_weight() if tied else model.output_layer.weight,
             batch.tokens[edges].to(self.device),
             temperature=self.temperature,

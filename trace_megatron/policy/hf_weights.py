@@ -191,7 +191,10 @@ def _collect(
     ``like`` has the dtype and device of all parameters.
     """
     experts = weight.expert is not None
-    replica = parallel_state.get_expert_data_parallel_rank() if experts else parallel_state.get_data_parallel_rank()
+    if experts:
+        replica = parallel_state.get_expert_data_parallel_rank()
+    else:
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     if replica != 0:
         return None
     tensors = _gather(weight, parameter, hf) if parameter is not None else None

@@ -13,7 +13,7 @@ TRAINED_SHARE = 0.5
 def check_parallel(model: HFModelConfig, policy: PolicyConfig) -> None:
     """Raise UserError if the model's shapes do not allow the policy's parallel layout."""
     tensor = policy.tensor_parallel
-    for name in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "data_parallel"):
+    for name in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "data_parallel"):
         if getattr(policy, name) < 1:
             raise UserError(f"expected policy.{name} of at least 1, found {getattr(policy, name)}")
     if model.num_heads % tensor:

@@ -67,7 +67,7 @@ def pack_loss(batch: TreeBatch, scores: EdgeScores, config: LossConfig) -> tuple
 
 
 def reduce_sums(packs: Sequence[StepSums], reports: bool, group: dist.ProcessGroup) -> StepSums:
-    """Add the packs of the ranks that report (one per data-parallel replica); the same result on every rank."""
+    """Add the packs of the ranks that report, each of them its own edges; the same result on every rank."""
     sums, tail = torch.zeros(len(_SUMS), dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     for pack in packs if reports else ():
         sums += pack.sums

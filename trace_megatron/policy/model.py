@@ -96,6 +96,7 @@ def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> Transfo
         tensor_model_parallel_size=policy.tensor_parallel,
         pipeline_model_parallel_size=policy.pipeline_parallel,
         **_pipeline(hf, policy),
+        context_parallel_size=policy.context_parallel,
         sequence_parallel=policy.sequence_parallel,
         use_cpu_initialization=not on_gpu,
         calculate_per_token_loss=True,  # the loss comes with global weights already: no division per micro-batch

@@ -65,7 +65,7 @@ def gather_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) ->
         if name in shards:
             values[owned] = shards[name].detach().view(-1)
         if isinstance(dense, DistributedOptimizer):
-            dist.all_reduce(values, group=parallel_state.get_data_parallel_group())
+            dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         whole[name] = values.view(parameter.shape)
     return whole
 

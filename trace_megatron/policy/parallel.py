@@ -1,4 +1,4 @@
-"""The process groups of the trainer ranks: torch.distributed, Megatron's TP x PP x DP, and a CPU group for commands."""
+"""The process groups of the trainer ranks: torch.distributed, Megatron's TP x PP x CP x DP, and one for commands."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Ranks:
     """Index of the data-parallel replica that this rank belongs to."""
     data_size: int
     tensor_size: int
+    context_rank: int
     reports: bool
-    """True on the one rank of every replica that holds its losses and logprobs: last stage, tensor rank 0."""
+    """True on the ranks of a replica that hold its losses and logprobs, each its own: last stage, tensor rank 0."""
     command_group: dist.ProcessGroup
     """All ranks, gloo."""
     device: torch.device
@@ -46,15 +47,16 @@ class Ranks:
 def initialize(config: PolicyConfig, seed: int) -> Ranks:
     """Join the ranks that torchrun started (or be a world of one) and build Megatron's groups.
 
-    Raises UserError unless the number of processes is tensor x pipeline x data parallel.
+    Raises UserError unless the number of processes is tensor x pipeline x context x data parallel.
     """
     expected = config.num_ranks
     found = int(os.environ.get("WORLD_SIZE", "1"))
     if found != expected:
         raise UserError(
             f"expected {expected} processes for policy.tensor_parallel {config.tensor_parallel} x pipeline_parallel "
-            f"{config.pipeline_parallel} x data_parallel {config.data_parallel}, found {found}: "
-            f"start {expected} with torchrun --nproc-per-node, or change the three numbers"
+            f"{config.pipeline_parallel} x context_parallel {config.context_parallel} x data_parallel "
+            f"{config.data_parallel}, found {found}: start {expected} with torchrun --nproc-per-node, or change the "
+            f"four numbers"
         )
     _quiet()
     cpu.install()
@@ -65,6 +67,7 @@ def initialize(config: PolicyConfig, seed: int) -> Ranks:
         config.tensor_parallel,
         config.pipeline_parallel,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
+        context_parallel_size=config.context_parallel,
         distributed_timeout_minutes=int(_COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
     torch.manual_seed(seed)
@@ -76,6 +79,7 @@ def initialize(config: PolicyConfig, seed: int) -> Ranks:
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_rank=parallel_state.get_context_parallel_rank(),
         reports=parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0,
         command_group=dist.new_group(backend="gloo", timeout=_COMMAND_TIMEOUT),
         device=device,

@@ -71,7 +71,7 @@ class Trainer:
             loss, sums = pack_loss(batch, scores, self._loss)
             # Megatron divides the gradient by the token count of all ranks. The weights are normalised over the whole
             # batch already, so the counts must add up to one.
-            is_first = self._ranks.data_rank == 0 and batch is batches[0]
+            is_first = self._ranks.data_rank == self._ranks.context_rank == 0 and batch is batches[0]
             return loss, torch.tensor(int(is_first), dtype=torch.int, device=loss.device), sums
 
         packs = run_schedule(self._replicas, batches, self._forward, evaluate, forward_only=False)
@@ -86,7 +86,8 @@ class Trainer:
 def pack_logprobs(
     model_chunks: Sequence[torch.nn.Module], batches: Sequence[TreeBatch], forward: EdgeForward
 ) -> list[torch.Tensor]:
-    """[T] float32 per batch on the last stage, 0 at tokens that are not trained; nothing on the other stages."""
+    """[T] float32 per batch on the last stage, 0 at tokens that are not trained or that another context-parallel rank
+    predicts; nothing on the other stages."""
 
     def evaluate(batch: TreeBatch, scores: EdgeScores) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logprobs = torch.zeros(batch.num_tokens)

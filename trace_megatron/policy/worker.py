@@ -214,7 +214,7 @@ class Policy:
         return self._on_driver(micro_batches, pack_logprobs(self._reference, mine, self._forward))
 
     def _on_driver(self, micro_batches: MicroBatches, mine: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Bring every replica's [T] tensors to the driver: each rank adds its own into one long vector of zeros."""
+        """Bring every replica's [T] tensors to the driver: the ranks add their own into one long vector of zeros."""
         lengths = [[batch.num_tokens for batch in row] for row in micro_batches]
         rows = [torch.zeros(sum(row)) for row in lengths]
         if self._ranks.reports:
