@@ -184,6 +184,8 @@ class PredictorConfig:
     """Share of prefixes in a training batch."""
     target_mode: Literal["leaf_mean", "bare_mean", "path_uniform"] = "leaf_mean"
     tokens_per_forward: int = 8192
+    kv_cache_gib: float = 1.0
+    """Keys and values of prompts kept from the root scores to the prefix scores of a step; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)

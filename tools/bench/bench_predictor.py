@@ -3,12 +3,14 @@
     python tools/bench/bench_predictor.py [--model FOLDER --layers 4] [--dtype bfloat16] [--threads 2]
 
 Without --model: a random Llama, 256 wide, 4 layers. Trees are synthetic: --prompts x --rollouts x --turns, prompts with
-a common opening as a chat template writes it. Every figure is the best of --repeats.
+a common opening as a chat template writes it. Every time is the best of --repeats; memory is what a call needed at
+its peak beyond what the process held before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,7 +34,7 @@ OPENING, QUESTION, ACTION, OBSERVATION = 40, 60, 40, 24  # tokens
 def main() -> None:
     options = parse_options()
     torch.set_num_threads(options.threads)
-    trees = [build_tree(index, options.rollouts, options.turns) for index in range(options.prompts)]
+    trees = [build_tree(index, options) for index in range(options.prompts)]
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.model or write_random_llama(Path(scratch))
         model = load_value_model(folder, num_layers=options.layers, dtype=options.dtype)
@@ -51,6 +53,9 @@ def main() -> None:
     padded_time, plain = best(lambda: score_padded(padded, model, histories, batches, options.dtype), options.repeats)
     prompts = [tree.prompt for tree in trees]
     roots_time, _ = best(lambda: predictor.score_roots(prompts), options.repeats)
+    kept_time, kept = best(lambda: np.concatenate(predictor.score_prefixes_many(trees)), options.repeats)
+    packs = pack_histories(requests, options.tokens_per_forward)
+    num_known = sum(len({position for page in pack.pages for position in page.positions}) for pack in packs)
     num_root_tokens = sum(pack.num_tokens for pack in pack_histories([(t, (ROOT,)) for t in trees], 1 << 30))
     update_time, stats = best(lambda: predictor.update(trees, "leaf_mean"), options.repeats)
     num_update_tokens = stats.num_tokens * config.epochs
@@ -63,13 +68,17 @@ def main() -> None:
     print(f"{options.threads} threads, packs of {options.tokens_per_forward} tokens\n")
     print(f"{'':34}{'tokens':>10}{'seconds':>10}{'tokens/s':>10}{'CPU s':>10}")
     print_row("prefix scores, packed", num_packed, packed_time)
+    print_row("prefix scores, prompts kept", num_packed - num_known, kept_time)
     print_row("prefix scores, one by one, padded", num_padded, padded_time)
     print_row("root scores, packed", num_root_tokens, roots_time)
     print_row(f"update ({config.epochs} epochs + check)", num_update_tokens, update_time)
-    print(f"\nunshared / shared tokens  {num_alone / num_packed:.2f}  (padded / shared {num_padded / num_packed:.2f})")
+    packed_mib = peak_mib(lambda: predictor.score_prefixes_many(trees))
+    padded_mib = peak_mib(lambda: score_padded(padded, model, histories, batches, options.dtype))
+    print(f"\npeak memory MiB           {packed_mib:.0f} packed, {padded_mib:.0f} padded")
+    print(f"unshared / shared tokens  {num_alone / num_packed:.2f}  (padded / shared {num_padded / num_packed:.2f})")
     ratios = [slow / fast for slow, fast in zip(padded_time, packed_time, strict=True)]
     print(f"padded / packed seconds   {ratios[0]:.2f}  (CPU seconds {ratios[1]:.2f})")
-    print(f"largest score difference  {np.abs(packed - plain).max():.1e}")
+    print(f"largest score difference  {max(np.abs(packed - plain).max(), np.abs(kept - plain).max()):.1e}")
 
 
 def parse_options() -> argparse.Namespace:
@@ -81,12 +90,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--rollouts", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--question", type=int, default=QUESTION, help="tokens of a prompt after the common opening")
     parser.add_argument("--tokens-per-forward", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=2)
     return parser.parse_args()
 
 
-def build_tree(index: int, num_rollouts: int, num_turns: int) -> RolloutTree:
+def build_tree(index: int, options: argparse.Namespace) -> RolloutTree:
     rng = np.random.default_rng(index)
 
     def ids(size: int) -> tuple[int, ...]:
@@ -96,11 +106,11 @@ def build_tree(index: int, num_rollouts: int, num_turns: int) -> RolloutTree:
         return Turn(ids(ACTION), (-1.0,) * ACTION, () if last else ids(OBSERVATION), 0)
 
     def rollout() -> Rollout:
-        turns = tuple(turn(number == num_turns - 1) for number in range(num_turns))
+        turns = tuple(turn(number == options.turns - 1) for number in range(options.turns))
         return Rollout(ROOT, turns, float(rng.integers(0, 2)), RolloutStatus.FINISHED)
 
-    prompt = Prompt(str(index), Task(str(index), (), {}), (*range(OPENING), *ids(QUESTION)))
-    return RolloutTree(prompt, tuple(rollout() for _ in range(num_rollouts)))
+    prompt = Prompt(str(index), Task(str(index), (), {}), (*range(OPENING), *ids(options.question)))
+    return RolloutTree(prompt, tuple(rollout() for _ in range(options.rollouts)))
 
 
 def write_random_llama(folder: Path) -> Path:
@@ -163,6 +173,20 @@ def best(measured: Callable, repeats: int) -> tuple[tuple[float, float], object]
         seconds.append(time.perf_counter() - start_s)
         cpu_seconds.append(time.process_time() - start_cpu_s)
     return (min(seconds), min(cpu_seconds)), results[0]
+
+
+def peak_mib(call: Callable) -> float:
+    """MiB that a call needs at its peak beyond what is resident; Linux keeps the mark, and forgets it when asked."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_kib("VmRSS")
+    call()
+    return (resident_kib("VmHWM") - before) / 1024
+
+
+def resident_kib(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def print_row(name: str, num_tokens: int, times: tuple[float, float]) -> None:

@@ -37,6 +37,8 @@ def _check(config: PredictorConfig) -> None:
         raise UserError(f"expected a positive predictor.learning_rate, found {config.learning_rate}")
     if not 0.0 <= config.prefix_share < 1.0:
         raise UserError(f"expected predictor.prefix_share from 0 to below 1, found {config.prefix_share}")
+    if not config.kv_cache_gib >= 0.0:
+        raise UserError(f"expected predictor.kv_cache_gib of at least 0, found {config.kv_cache_gib}")
     for name in ("epochs", "batch_size", "tokens_per_forward"):
         if getattr(config, name) < 1:
             raise UserError(f"expected predictor.{name} of at least 1, found {getattr(config, name)}")

@@ -3,7 +3,7 @@
 transformers hands every attention call to ``_attend``, which lets a token see its own path and nothing else; position
 ids are depths on the path. So one forward over shared prefixes equals a forward of each history alone.
 
-Legend: T packed tokens, A anchors, H query heads, G key/value heads, D head dim.
+Legend: T packed tokens, Q of them computed, A anchors, H query heads, G key/value heads, D head dim.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedCo
 
 from trace_megatron.errors import UserError
 from trace_megatron.ops import tree_attention
+from trace_megatron.predictor.key_values import KeyValues
 from trace_megatron.predictor.pack import HistoryBatch
 
 _ATTENTION = "trace_megatron_tree"
@@ -41,21 +42,26 @@ def _attend(
     *,
     scaling: float | None = None,
     subtree_end: torch.Tensor | None = None,
+    key_values: KeyValues | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     **_,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, G, T, D] -> [1, T, H, D], no weights."""
+    """transformers' attention interface: query [1, H, Q, D], key and value [1, G, Q, D] -> [1, Q, H, D], no weights."""
     if subtree_end is None:
         raise ValueError(f"{type(module).__name__} did not pass subtree_end on to its attention")
     if any(option is not None for option in (sliding_window, softcap, s_aux, position_bias)):
         raise UserError("windows, soft caps, sinks and position biases are not supported")
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     scale = q.size(-1) ** -0.5 if scaling is None else scaling
+    query_index = None
+    if key_values is not None:
+        k, v = key_values.extend(module.layer_idx, k, v)
+        query_index = key_values.query_index if k.size(0) > q.size(0) else None
     with torch.autocast(q.device.type, enabled=False):  # the op chooses its own accumulation type
-        return tree_attention(q, k, v, subtree_end, scale)[None], None
+        return tree_attention(q, k, v, subtree_end, scale, query_index)[None], None
 
 
 AttentionInterface.register(_ATTENTION, _attend)
@@ -82,8 +88,16 @@ class ValueModel(nn.Module):
     def device(self) -> torch.device:
         return self.head.weight.device
 
-    def forward(self, histories: HistoryBatch) -> torch.Tensor:
-        """[A] float32 in [0, 1], differentiable. Raises UserError on token ids outside the backbone's vocabulary."""
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """Of the backbone's keys and values."""
+        return torch.bfloat16 if self._half else torch.float32
+
+    def forward(self, histories: HistoryBatch, key_values: KeyValues | None = None) -> torch.Tensor:
+        """[A] float32 in [0, 1], differentiable without ``key_values``, which stand for tokens computed before.
+
+        Raises UserError on token ids outside the backbone's vocabulary.
+        """
         size = self.backbone.get_input_embeddings().num_embeddings
         if int(histories.tokens.max()) >= size:
             raise UserError(
@@ -91,20 +105,30 @@ class ValueModel(nn.Module):
                 "choose a predictor.model that shares the policy's tokenizer"
             )
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._half):
-            hidden = last_hidden(self.backbone, histories)
-        return torch.sigmoid(self.head(hidden.to(self.head.weight.dtype)).squeeze(-1))
+            hidden = last_hidden(self.backbone, histories, key_values)
+        # row by row: a product of all rows may round a row by its place, and equal histories must score exactly alike
+        logits = (hidden.to(self.head.weight.dtype) * self.head.weight).sum(-1)
+        return torch.sigmoid(logits)
 
 
-def last_hidden(backbone: PreTrainedModel, histories: HistoryBatch) -> torch.Tensor:
+def last_hidden(
+    backbone: PreTrainedModel, histories: HistoryBatch, key_values: KeyValues | None = None
+) -> torch.Tensor:
     """[A, hidden] state, after the final norm, of the last token of each history."""
     device = backbone.device
+    tokens, position_ids = histories.tokens.to(device), histories.position_ids.to(device)
+    rows = histories.last_positions.to(device)
+    if key_values is not None:
+        computed = key_values.query_index.long()
+        tokens, position_ids, rows = tokens[computed], position_ids[computed], torch.searchsorted(computed, rows)
     hidden = backbone(
-        input_ids=histories.tokens[None].to(device),
-        position_ids=histories.position_ids[None].to(device),
+        input_ids=tokens[None],
+        position_ids=position_ids[None],
         subtree_end=histories.subtree_end.to(device),
+        key_values=key_values,
         use_cache=False,
     ).last_hidden_state[0]
-    return hidden[histories.last_positions.to(device)]
+    return hidden[rows]
 
 
 def load_value_model(

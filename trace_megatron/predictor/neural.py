@@ -14,6 +14,7 @@ import torch
 from trace_megatron.algorithm.tree import prefix_anchors
 from trace_megatron.config import PredictorConfig
 from trace_megatron.predictor.checkpoint import load_training_state, save_training_state
+from trace_megatron.predictor.key_values import KeyValuePages
 from trace_megatron.predictor.model import ValueModel
 from trace_megatron.predictor.pack import Request
 from trace_megatron.predictor.protocol import PredictorStats
@@ -34,10 +35,13 @@ class NeuralPredictor:
         self._seed = seed
         self._num_updates = 0
         self._optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
+        self._pages = KeyValuePages(
+            model.backbone.config, model.product_dtype, model.device, int(config.kv_cache_gib * 2**30)
+        )
         self._lock = threading.Lock()
 
     def score_roots(self, prompts: Sequence[Prompt]) -> np.ndarray:
-        return self._score([(RolloutTree(prompt, ()), (ROOT,)) for prompt in prompts])
+        return self._score([(RolloutTree(prompt, ()), (ROOT,)) for prompt in prompts], keep=True)
 
     def score_prefixes(self, tree: RolloutTree) -> np.ndarray:
         return self._score([(tree, prefix_anchors(tree))])
@@ -51,6 +55,7 @@ class NeuralPredictor:
     def update(self, trees: Sequence[RolloutTree], target_mode: str) -> PredictorStats:
         start_s = time.perf_counter()
         with self._lock:
+            self._pages.clear()  # they belong to the weights that change now
             rng = np.random.default_rng([self._seed, self._num_updates])
             self._num_updates += 1
             samples = draw_samples(trees, target_mode, self._config.prefix_share, rng)
@@ -73,11 +78,12 @@ class NeuralPredictor:
 
     def load(self, folder: Path) -> None:
         with self._lock:
+            self._pages.clear()
             self._num_updates = load_training_state(folder, self._model, self._optimizer)["num_updates"]
 
-    def _score(self, requests: Sequence[Request]) -> np.ndarray:
+    def _score(self, requests: Sequence[Request], keep: bool = False) -> np.ndarray:
         with self._lock:
-            return score_histories(self._model, requests, self._config.tokens_per_forward)
+            return score_histories(self._model, requests, self._config.tokens_per_forward, self._pages, keep)
 
     def _train_epoch(
         self, trees: Sequence[RolloutTree], samples: Sequence[Sample], rng: np.random.Generator

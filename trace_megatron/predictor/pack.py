@@ -9,6 +9,7 @@ Legend: T packed tokens, A anchors of a batch.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,19 @@ from trace_megatron.types import ROOT, Anchor, RolloutTree
 
 Request = tuple[RolloutTree, Sequence[Anchor]]
 """Histories of one tree; ROOT is the prompt alone, with or without rollouts."""
+
+PAGE_TOKENS = 16
+"""Prompts are known by whole pages: a shorter rest is computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of a prompt's tokens in a pack."""
+
+    digest: bytes
+    """Of all tokens up to the page's end: what a token's keys and values depend on."""
+    positions: tuple[int, ...]
+    """[PAGE_TOKENS] in the pack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +51,8 @@ class HistoryBatch:
     """[A] int64, position of the last token of each history."""
     rows: torch.Tensor
     """[A] int64, place of each history in the requested order."""
+    pages: tuple[Page, ...] = ()
+    """The prompts' whole pages, each once."""
 
     @property
     def num_tokens(self) -> int:
@@ -53,6 +69,8 @@ class _Path:
     """[A] tokens of each history."""
     rows: tuple[int, ...]
     """[A]"""
+    digests: tuple[bytes, ...]
+    """Of the prompt's whole pages."""
 
 
 def pack_histories(requests: Sequence[Request], tokens_per_batch: int) -> list[HistoryBatch]:
@@ -81,6 +99,7 @@ def _paths(requests: Sequence[Request]) -> list[_Path]:
     for tree, anchors in requests:
         if not tree.prompt.token_ids:
             raise ValueError(f"prompt {tree.prompt.prompt_id}: expected at least one token, found none")
+        digests = _page_digests(tree.prompt.token_ids)
         marks: dict[int, list[tuple[int, int]]] = {}
         for anchor in anchors:
             marks.setdefault(anchor.rollout, []).append((anchor.turn, next(row)))
@@ -90,8 +109,20 @@ def _paths(requests: Sequence[Request]) -> list[_Path]:
             sizes = [len(turn.action_ids) + len(turn.observation_ids) for turn in turns]
             ends = list(itertools.accumulate(sizes, initial=len(tree.prompt.token_ids)))
             ids = np.array(history_ids(tree, longest), dtype=np.int64)
-            paths.append(_Path(ids, tuple(ends[t] for t, _ in turns_and_rows), tuple(r for _, r in turns_and_rows)))
+            lengths = tuple(ends[turn] for turn, _ in turns_and_rows)
+            paths.append(_Path(ids, lengths, tuple(row for _, row in turns_and_rows), digests))
     return paths
+
+
+def _page_digests(token_ids: Sequence[int]) -> tuple[bytes, ...]:
+    num_pages = len(token_ids) // PAGE_TOKENS
+    pages = np.array(token_ids[: num_pages * PAGE_TOKENS], dtype=np.int64).reshape(num_pages, PAGE_TOKENS)
+    running = hashlib.blake2b(digest_size=16)
+    digests = []
+    for page in pages:
+        running.update(page.tobytes())
+        digests.append(running.digest())
+    return tuple(digests)
 
 
 def _num_shared(first: _Path, second: _Path) -> int:
@@ -108,6 +139,7 @@ def _assemble(group: Sequence[_Path]) -> HistoryBatch:
     ends: list[int] = []
     open_path: list[int] = []  # positions of the current path's tokens, by depth
     last_positions: list[int] = []
+    pages: dict[bytes, Page] = {}
     for index, path in enumerate(group):
         shared = _num_shared(group[index - 1], path) if index else 0
         for position in open_path[shared:]:
@@ -118,6 +150,9 @@ def _assemble(group: Sequence[_Path]) -> HistoryBatch:
         depths += range(shared, shared + len(fresh))
         ends += [0] * len(fresh)
         last_positions += [open_path[length - 1] for length in path.lengths]
+        for first, digest in zip(itertools.count(0, PAGE_TOKENS), path.digests):
+            if digest not in pages:
+                pages[digest] = Page(digest, tuple(open_path[first : first + PAGE_TOKENS]))
     for position in open_path:
         ends[position] = len(tokens)
     return HistoryBatch(
@@ -126,4 +161,5 @@ def _assemble(group: Sequence[_Path]) -> HistoryBatch:
         subtree_end=torch.tensor(ends, dtype=torch.int32),
         last_positions=torch.tensor(last_positions, dtype=torch.int64),
         rows=torch.tensor([row for path in group for row in path.rows], dtype=torch.int64),
+        pages=tuple(pages.values()),
     )
