@@ -25,7 +25,16 @@ def _reasoning_gym(params: Mapping[str, Any]) -> Environment:
     return ReasoningGym(**params)
 
 
-_BUILDERS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {"reasoning_gym": _reasoning_gym}
+def _bfcl(params: Mapping[str, Any]) -> Environment:
+    from trace_megatron.envs.bfcl import BFCL
+
+    return BFCL(**params)
+
+
+_BUILDERS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
+    "reasoning_gym": _reasoning_gym,
+    "bfcl": _bfcl,
+}
 
 
 def build_environment(config: EnvConfig) -> Environment:
