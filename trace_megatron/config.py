@@ -47,6 +47,8 @@ class PolicyConfig:
     context_parallel: int = 1
     """Ranks that share the rows of every pack; each holds the keys and values of all rows, a layer at a time."""
     data_parallel: int = 1
+    expert_parallel: int = 1
+    """Ranks that share the experts of a layer: some of the tensor-, context- and data-parallel ones."""
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     tokens_per_micro_batch: int = 4096

@@ -16,22 +16,24 @@ import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.policy.layout_ranks import DP2, PP2, SP, TP2, VP2, Layout, in_driver_form, join_world, step_batches
+from tests.policy.layout_ranks import DP2, EP2, PP2, SP, TP2, VP2, Layout, in_driver_form, join_world, step_batches
 from trace_megatron.config import LossConfig, OptimizerConfig, PolicyConfig
 from trace_megatron.errors import UserError
 from trace_megatron.policy import parallel
 from trace_megatron.policy.worker import Policy
 
-MODEL = "llama-tied"
+MODEL, EXPERTS = "llama-tied", "qwen3-moe"
 SAVED = {
     "pp2": (PP2, "float32", True),
     "dp2": (DP2, "float32", True),
     "dp2-bf16": (DP2, "bfloat16", True),
     "tp2-sp-bf16-replicated": (TP2 | SP, "bfloat16", False),
     "dp2-replicated": (DP2, "float32", False),
+    "experts-ep2-dp2": (EP2 | DP2, "float32", True),
 }
 """Name -> layout, dtype, distributed optimizer."""
 RESHARDED = {"tp2": (TP2, "pp2"), "pp2": (PP2, "dp2"), "dp2": (DP2, "pp2"), "vp2": (VP2, "dp2")}
+RESHARDED["experts-pp2"] = (PP2 | {"expert_parallel": 1}, "experts-ep2-dp2")
 """Float32 layout -> the saved one that it continues."""
 START = "at-the-start"
 
@@ -42,14 +44,15 @@ def main(folder: Path, stage: str) -> None:
     def run(name: str, setting: tuple[dict, str, bool], call) -> None:
         join_world(folder / f"rendezvous-{stage}-{name}", process, 2)
         layout, dtype, distributed = setting
+        model = EXPERTS if "expert_parallel" in layout else MODEL
         policy = Policy(
-            PolicyConfig(model=str(folder / MODEL), dtype=dtype, **layout),
+            PolicyConfig(model=str(folder / model), dtype=dtype, **layout),
             OptimizerConfig(learning_rate=1e-2, schedule="linear", warmup_steps=2, distributed=distributed),
             LossConfig(),
             total_steps=4,
         )
         torch.set_num_threads(1)
-        batches = step_batches(folder, MODEL, Layout(name, layout, num_packs=2))
+        batches = step_batches(folder, model, Layout(name, layout, num_packs=2))
         in_driver_form(policy, lambda: call(policy, batches))
         parallel.shutdown()
 

@@ -29,6 +29,7 @@ from trace_megatron.policy.worker import Policy
 from trace_megatron.types import TreeBatch
 
 FAMILIES = ("llama-tied", "qwen3-untied")
+EXPERTS = ("qwen3-moe",)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Layout:
     only_tree: int | None = None
     """A batch of this tree alone."""
     distributed: bool = True
+    families: tuple[str, ...] = FAMILIES
 
     @property
     def world_size(self) -> int:
@@ -62,7 +64,7 @@ LOSSES = {
 }
 TP2, PP2, DP2 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"data_parallel": 2}
 VP2 = {"pipeline_parallel": 2, "virtual_pipeline": 2}
-CP2 = {"context_parallel": 2}
+CP2, EP2 = {"context_parallel": 2}, {"expert_parallel": 2}
 SP, FULL = {"sequence_parallel": True}, {"recompute": "full"}
 
 LAYOUTS = [
@@ -98,15 +100,24 @@ LAYOUTS = [
     Layout("cp2-dp2-selective", CP2 | DP2 | {"recompute": "selective"}, distributed=False),
     Layout("tp2-dp2", TP2 | DP2),
     Layout("pp2-dp2", PP2 | DP2, num_packs=2),
+    Layout("experts", {}, families=EXPERTS),
+    Layout("experts-pp2-recompute", PP2 | FULL, num_packs=3, families=EXPERTS),
+    Layout("experts-ep2-dp2", EP2 | DP2, num_packs=2, families=EXPERTS),
+    Layout("experts-ep2-dp2-replicated", EP2 | DP2, num_packs=2, families=EXPERTS, distributed=False),
+    Layout("experts-ep2-tp2-sp", EP2 | TP2 | SP, num_packs=2, families=EXPERTS),
+    Layout("experts-ep2-cp2", EP2 | CP2, families=EXPERTS, distributed=False),
+    Layout("experts-ep2-dp2-vp2", EP2 | DP2 | VP2, num_packs=3, families=EXPERTS, distributed=False),
 ]
-"""Four cells of one, then pairs, then whole worlds: ``rounds`` fills the four processes in this order."""
+CELLS = sorted(
+    ((family, layout) for layout in LAYOUTS for family in layout.families), key=lambda cell: cell[1].world_size
+)
 
 
 def rounds() -> list[list[tuple[str, Layout, int]]]:
     """(family, layout, first process), as many side by side as four processes hold."""
     filled: list[list[tuple[str, Layout, int]]] = []
     free = 0
-    for layout, family in ((layout, family) for layout in LAYOUTS for family in FAMILIES):
+    for family, layout in CELLS:
         if free < layout.world_size:
             filled.append([])
             free = 4

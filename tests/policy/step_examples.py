@@ -197,9 +197,24 @@ def expected_step(
     statistics["clip_share"] = sum(weights[key] for key in clipped_keys)
     total_weight = sum(weights.values())
     statistics = {name: value / total_weight for name, value in statistics.items()} | {"ratio_tail": tail}
-    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    gradients: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        gradients |= _as_stored(name, parameter.grad)
     norm = math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients.values()))
     return Expected(total, norm, gradients, statistics, logprobs)
+
+
+def _as_stored(name: str, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
+    """transformers fuses the experts of a layer; a checkpoint keeps them apart."""
+    prefix, _, kind = name.rpartition(".")
+    if not prefix.endswith(".experts"):
+        return {name: gradient}
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    return {
+        f"{prefix}.{expert}.{part}.weight": rows
+        for expert, fused in enumerate(gradient)
+        for part, rows in zip(parts, fused.chunk(len(parts)), strict=True)
+    }
 
 
 def _objective(ratio: torch.Tensor, advantage: torch.Tensor, config: LossConfig) -> tuple[torch.Tensor, torch.Tensor]:

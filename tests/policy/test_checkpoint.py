@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.policy.checkpoint_ranks import MODEL, RESHARDED, SAVED
+from tests.policy.checkpoint_ranks import EXPERTS, MODEL, RESHARDED, SAVED
 from tests.policy.step_examples import engine_logprobs, example_trees
 from tests.tiny_models import write_tiny_model
 from trace_megatron.config import PolicyConfig
@@ -26,10 +26,12 @@ def folder(tmp_path_factory):
     # 261 rows of vocabulary: padded at TP 2, not at TP 1
     shape = {"num_layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 261}
     write_tiny_model(folder / MODEL, "llama", tied=True, **shape)
-    model = AutoModelForCausalLM.from_pretrained(folder / MODEL, dtype=torch.float64)
-    logprobs = engine_logprobs(example_trees(vocab_size=200), model)
-    text = {",".join(map(str, key)): value for key, value in logprobs.items()}
-    (folder / f"{MODEL}-engine.json").write_text(json.dumps(text))
+    write_tiny_model(folder / EXPERTS, "qwen3_moe", tied=False, **shape)
+    for name in (MODEL, EXPERTS):
+        model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=torch.float32)
+        logprobs = engine_logprobs(example_trees(vocab_size=200), model)
+        text = {",".join(map(str, key)): value for key, value in logprobs.items()}
+        (folder / f"{name}-engine.json").write_text(json.dumps(text))
     script = str(Path(__file__).with_name("checkpoint_ranks.py"))
     for stage in ("save", "load"):
         assert run_ranks([sys.executable, script, str(folder), stage], num_ranks=2) == 0

@@ -39,10 +39,23 @@ def test_key_value_heads_and_feed_forward_limit_the_ranks_too():
     with pytest.raises(UserError, match="feed-forward size 8190"):
         check_parallel(replace(MODEL, ffn_size=8190), PolicyConfig(tensor_parallel=4))
 
+
+@pytest.mark.parametrize(
+    ("policy", "found"),
+    [
+        (PolicyConfig(data_parallel=3, expert_parallel=3), "128 experts, found 3"),
+        (PolicyConfig(data_parallel=2, pipeline_parallel=2, expert_parallel=4), "divide the 2 tensor x context"),
+        (PolicyConfig(tensor_parallel=2, expert_parallel=2), "sequence_parallel with experts"),
+        (PolicyConfig(tensor_parallel=2, sequence_parallel=True), "above 1 with experts"),
+    ],
+)
+def test_layouts_that_experts_forbid(policy, found):
     experts = parse_hf_config(QWEN3_30B, "config.json")
-    check_parallel(experts, PolicyConfig(tensor_parallel=8))
-    with pytest.raises(UserError, match="feed-forward size 768"):
-        check_parallel(replace(experts, num_heads=20, num_kv_heads=5), PolicyConfig(tensor_parallel=5))
+    with pytest.raises(UserError, match=found):
+        check_parallel(experts, policy)
+    check_parallel(experts, PolicyConfig(tensor_parallel=4, expert_parallel=8, data_parallel=2, sequence_parallel=True))
+    with pytest.raises(UserError, match="without experts, found 2"):
+        check_parallel(MODEL, PolicyConfig(data_parallel=2, expert_parallel=2))
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.policy.layout_ranks import FAMILIES, LAYOUTS, LOSSES, step_batches
+from tests.policy.layout_ranks import CELLS, EXPERTS, FAMILIES, LOSSES, step_batches
 from tests.policy.step_examples import engine_logprobs, example_advantages, example_trees, expected_step, with_logprobs
 from tests.tiny_models import write_tiny_model
 from trace_megatron.launch.local import run_ranks
@@ -28,7 +28,8 @@ def folder(tmp_path_factory):
     for seed, suffix in ((0, ""), (1, "-reference")):
         write_tiny_model(folder / f"llama-tied{suffix}", "llama", tied=True, seed=seed, **shape)
         write_tiny_model(folder / f"qwen3-untied{suffix}", "qwen3", tied=False, head_dim=12, seed=seed, **shape)
-    for family in FAMILIES:
+        write_tiny_model(folder / f"{EXPERTS[0]}{suffix}", "qwen3_moe", tied=False, seed=seed, **shape)
+    for family in (*FAMILIES, *EXPERTS):
         logprobs = engine_logprobs(example_trees(vocab_size=200), hf_model(folder / family))
         text = {",".join(map(str, key)): value for key, value in logprobs.items()}
         (folder / f"{family}-engine.json").write_text(json.dumps(text))
@@ -39,7 +40,8 @@ def folder(tmp_path_factory):
 
 
 def hf_model(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the others are for float32 at most
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain)
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +70,7 @@ def read_trees(folder, family):
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CELLS, ids=lambda value: getattr(value, "name", value))
 def test_step_equals_unpacked_trajectories(folder, expected, family, layout):
     want = expected(family, layout.loss, layout.only_tree)
     stats = json.loads((folder / f"{family}-{layout.name}.json").read_text())
@@ -89,8 +90,7 @@ def test_step_equals_unpacked_trajectories(folder, expected, family, layout):
         assert error <= TOLERANCE, (name, error)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "layout"), CELLS, ids=lambda value: getattr(value, "name", value))
 def test_logprobs_equal_unpacked_trajectories(folder, expected, family, layout):
     # A token is known by what the engine said of it: packs change its place, and repeat it where a tree is cut.
     want = {np.float32(engine): value for engine, value in expected(family, layout.loss, layout.only_tree).logprobs}

@@ -1,5 +1,6 @@
 """One rank: logits and gradients equal transformers', along every path of a tree, with and without recompute."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_logits_equal_transformers(name, tmp_path):
     folder = write_tiny_model(tmp_path / name, **TINY_MODELS[name])
+    hf, [model] = build(folder)
+    tokens = torch.randint(hf.vocab_size, (1, 150), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = model(tokens, None, None, packed_seq_params=chain(150))
+        expected = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
+    assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_logits_of_experts_equal_transformers(normalized, tmp_path):
+    """Expert weights that sum to 1, and weights as they come out of the softmax over all experts."""
+    folder = write_tiny_model(tmp_path / "experts", "qwen3_moe")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "norm_topk_prob": normalized}))
     hf, [model] = build(folder)
     tokens = torch.randint(hf.vocab_size, (1, 150), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

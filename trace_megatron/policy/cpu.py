@@ -21,6 +21,7 @@ def install() -> None:
         return
     _installed = True
     _install_device()
+    _install_experts()
     _install_rng()
 
 
@@ -41,6 +42,14 @@ def _install_device() -> None:
         module.torch = _TorchOnCPU("torch")
     # The optimizers sort parameters by the names "torch.cuda.FloatTensor" and "torch.cuda.BFloat16Tensor".
     torch.Tensor.type = _with_cuda_type_names(torch.Tensor.type)
+
+
+def _install_experts() -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    # The router asks for this name whether Transformer Engine defined it or not.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
 def _install_rng() -> None:

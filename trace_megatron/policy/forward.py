@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
@@ -44,11 +46,14 @@ class EdgeForward:
     """Without the padding that makes it divisible."""
     device: torch.device
 
-    def __call__(self, model: torch.nn.Module, batch: TreeBatch) -> torch.Tensor | EdgeScores:
-        """This stage's share: hidden states [Q, 1, H] for the next stage, or the scores on the last one."""
+    def __call__(self, model: torch.nn.Module, batch: TreeBatch, length: int = 1) -> torch.Tensor | EdgeScores:
+        """This stage's share: hidden states [Q, 1, H] for the next stage, or the scores on the last one.
+
+        The pack is padded to at least ``length`` tokens.
+        """
         core = unwrap_model(model)
         sequence_parallel = core.config.sequence_parallel
-        padded, rows, tree = self._place(core, batch)
+        padded, rows, tree = self._place(core, pad_batch(batch, length))
         tokens = padded.tokens[rows].to(self.device)
         with _hidden_states_only(core) as is_last_stage:
             hidden = model(tokens[None], tree.position_ids[None], None, packed_seq_params=tree)
@@ -113,10 +118,11 @@ def run_schedule(
     if num_chunks > 1:
         num_stages = unwrap_model(model_chunks[0]).config.pipeline_model_parallel_size
         batches = [*batches, *[pack_trees((), ())] * (-num_real % num_stages)]
+    length = _common_length(unwrap_model(model_chunks[0]), batches)
 
     def step(iterator: Iterator[TreeBatch], model: torch.nn.Module):
         batch = next(iterator)
-        output = forward(model, batch)
+        output = forward(model, batch, length)
         if isinstance(output, torch.Tensor):
             return output, None
         return output.logprobs, lambda _: evaluate(batch, output)
@@ -126,11 +132,22 @@ def run_schedule(
         data_iterator=[iter(batches) for _ in model_chunks] if num_chunks > 1 else iter(batches),
         model=list(model_chunks),
         num_microbatches=len(batches),
-        seq_length=max(batch.num_tokens for batch in batches),
+        seq_length=length,
         micro_batch_size=1,
         forward_only=forward_only,
     )
     return results[:num_real]
+
+
+def _common_length(model: GPTModel, batches: Sequence[TreeBatch]) -> int:
+    """The length that every pack is padded to: where experts gather the tokens of all ranks, that of the longest pack
+    of all replicas; else 1."""
+    config = model.config
+    if config.num_moe_experts is None or config.moe_token_dispatcher_type != "allgather":
+        return 1
+    longest = torch.tensor(max(batch.num_tokens for batch in batches))
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group_gloo())
+    return int(longest)
 
 
 @contextmanager

@@ -13,7 +13,14 @@ TRAINED_SHARE = 0.5
 def check_parallel(model: HFModelConfig, policy: PolicyConfig) -> None:
     """Raise UserError if the model's shapes do not allow the policy's parallel layout."""
     tensor = policy.tensor_parallel
-    for name in ("tensor_parallel", "pipeline_parallel", "virtual_pipeline", "context_parallel", "data_parallel"):
+    for name in (
+        "tensor_parallel",
+        "pipeline_parallel",
+        "virtual_pipeline",
+        "context_parallel",
+        "data_parallel",
+        "expert_parallel",
+    ):
         if getattr(policy, name) < 1:
             raise UserError(f"expected policy.{name} of at least 1, found {getattr(policy, name)}")
     if model.num_heads % tensor:
@@ -25,13 +32,13 @@ def check_parallel(model: HFModelConfig, policy: PolicyConfig) -> None:
             f"expected policy.tensor_parallel to divide the model's {model.num_kv_heads} key-value heads or to be "
             f"a multiple of them, found {tensor}"
         )
-    ffn = model.expert_ffn_size if model.num_experts else model.ffn_size
-    if ffn % tensor:
+    if not model.num_experts and model.ffn_size % tensor:
         raise UserError(
-            f"expected policy.tensor_parallel to divide the model's feed-forward size {ffn}, found {tensor}"
+            f"expected policy.tensor_parallel to divide the model's feed-forward size {model.ffn_size}, found {tensor}"
         )
     if policy.sequence_parallel and tensor == 1:
         raise UserError("expected policy.tensor_parallel above 1 with policy.sequence_parallel, found 1: turn it off")
+    _check_experts(model, policy)
     _check_pipeline(model, policy)
 
 
@@ -70,6 +77,32 @@ def head_layers(model: HFModelConfig, policy: PolicyConfig) -> float:
     layer_passes = 4 if policy.recompute == "full" else 3  # forward, and twice that backward
     head_passes = 4  # its backward pass computes the logits again
     return TRAINED_SHARE * head_passes * model.vocab_size * model.hidden_size / (layer_passes * layer)
+
+
+def _check_experts(model: HFModelConfig, policy: PolicyConfig) -> None:
+    ranks, per_stage = policy.expert_parallel, policy.num_ranks // policy.pipeline_parallel
+    if ranks > 1 and not model.num_experts:
+        raise UserError(f"expected policy.expert_parallel=1 for a model without experts, found {ranks}")
+    if model.num_experts % ranks:
+        raise UserError(
+            f"expected policy.expert_parallel to divide the model's {model.num_experts} experts, found {ranks}"
+        )
+    if per_stage % ranks:
+        raise UserError(
+            f"expected policy.expert_parallel to divide the {per_stage} tensor x context x data parallel ranks of a "
+            f"stage, found {ranks}"
+        )
+    if model.num_experts and policy.tensor_parallel > 1:
+        if not policy.sequence_parallel:
+            raise UserError(
+                "expected policy.sequence_parallel with experts and policy.tensor_parallel above 1, found false: "
+                "every rank would route every token"
+            )
+        if ranks == 1:  # Megatron then reduces the experts' gradients as if tensor-parallel ranks agreed on them
+            raise UserError(
+                f"expected policy.expert_parallel above 1 with experts and policy.tensor_parallel "
+                f"{policy.tensor_parallel}, found 1: set it to {policy.tensor_parallel}"
+            )
 
 
 def _check_pipeline(model: HFModelConfig, policy: PolicyConfig) -> None:

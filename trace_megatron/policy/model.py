@@ -100,19 +100,18 @@ def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> Transfo
         sequence_parallel=policy.sequence_parallel,
         use_cpu_initialization=not on_gpu,
         calculate_per_token_loss=True,  # the loss comes with global weights already: no division per micro-batch
-        # packs differ in length, and Megatron asks for this dispatcher then, of dense models too
-        variable_seq_lengths=policy.pipeline_parallel > 1,
-        moe_token_dispatcher_type="alltoall",
+        **_experts(hf, policy, on_gpu),
         **_recompute(policy.recompute),
     )
 
 
 def build_layer_spec(config: TransformerConfig, virtual_stage: int | None = None) -> TransformerBlockSubmodules:
     """Layers whose core attention reads the tree: Transformer Engine's on a GPU that has it, else Megatron's own."""
+    options = {"num_experts": config.num_moe_experts, "qk_layernorm": config.qk_layernorm}
     if torch.cuda.is_available() and HAVE_TE:
-        spec, norm = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm), TENorm
+        spec, norm = get_gpt_layer_with_transformer_engine_spec(**options), TENorm
     else:
-        spec, norm = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm"), RMSNorm
+        spec, norm = get_gpt_layer_local_spec(**options, normalization="RMSNorm"), RMSNorm
         spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = norm
         if config.qk_layernorm:
             attention = spec.submodules.self_attention.submodules
@@ -183,6 +182,29 @@ def _pipeline(hf: HFModelConfig, policy: PolicyConfig) -> dict:
             "batch_p2p_comm": False,
         }
     return options
+
+
+def _experts(hf: HFModelConfig, policy: PolicyConfig, on_gpu: bool) -> dict:
+    """Also how stages learn the lengths of packs, since it depends on how tokens reach their experts."""
+    if not hf.num_experts:
+        # packs differ in length, and Megatron asks for this dispatcher then, of dense models too
+        return {"variable_seq_lengths": policy.pipeline_parallel > 1, "moe_token_dispatcher_type": "alltoall"}
+    return {
+        "num_moe_experts": hf.num_experts,
+        "moe_router_topk": hf.experts_per_token,
+        "moe_ffn_hidden_size": hf.expert_ffn_size,
+        # softmax over all experts and then of the chosen ones their share is softmax over the chosen ones
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_dtype": "fp64",  # a choice between experts must not hang on how a rank rounds
+        # Shared tokens would count once instead of once a leaf, and padding too.
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "expert_model_parallel_size": policy.expert_parallel,
+        "expert_tensor_parallel_size": 1,
+        # all-to-all needs CUDA streams; gathering all tokens, packs of one length (see ``forward.run_schedule``)
+        "moe_token_dispatcher_type": "alltoall" if on_gpu else "allgather",
+        "variable_seq_lengths": on_gpu and policy.pipeline_parallel > 1,
+    }
 
 
 def _recompute(granularity: str) -> dict:

@@ -40,13 +40,13 @@ def build_optimizer(replicas: Sequence[DistributedDataParallel], config: Optimiz
     for group in optimizer.param_groups:
         # Norms and other vectors do not decay: Megatron marks their groups, and leaves the product to its scheduler.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
-    (dense,) = optimizer.chained_optimizers  # Megatron makes a second one for experts
-    dense.init_state_fn(dense.optimizer)
-    if isinstance(dense.optimizer, torch.optim.AdamW):  # where Transformer Engine's and apex's are missing
-        for group in dense.optimizer.param_groups:
-            group["fused"] = True  # one pass over memory instead of a dozen
-        for parameter, state in dense.optimizer.state.items():
-            state["step"] = torch.zeros((), device=parameter.device)
+    for part in optimizer.chained_optimizers:
+        part.init_state_fn(part.optimizer)
+        if isinstance(part.optimizer, torch.optim.AdamW):  # where Transformer Engine's and apex's are missing
+            for group in part.optimizer.param_groups:
+                group["fused"] = True  # one pass over memory instead of a dozen
+            for parameter, state in part.optimizer.state.items():
+                state["step"] = torch.zeros((), device=parameter.device)
     return optimizer
 
 
@@ -57,15 +57,15 @@ def state_names(parameter: torch.nn.Parameter) -> tuple[str, ...]:
 
 def gather_state(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """Collective over the replicas: the whole state of one of this rank's parameters, by ``state_names``."""
-    (dense,) = optimizer.chained_optimizers
-    owned, shards = _owned(dense, parameter)
+    part = _part(optimizer, parameter)
+    owned, shards = _owned(part, parameter)
     whole = {}
     for name in state_names(parameter):
         values = torch.zeros(parameter.numel(), device=parameter.device)
         if name in shards:
             values[owned] = shards[name].detach().view(-1)
-        if isinstance(dense, DistributedOptimizer):
-            dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if isinstance(part, DistributedOptimizer):
+            dist.all_reduce(values, group=_replicas(parameter))
         whole[name] = values.view(parameter.shape)
     return whole
 
@@ -75,21 +75,36 @@ def restore_state(
     optimizer: MegatronOptimizer, parameter: torch.nn.Parameter, whole: Mapping[str, torch.Tensor]
 ) -> None:
     """Put this rank's share of ``gather_state``'s result back."""
-    (dense,) = optimizer.chained_optimizers
-    owned, shards = _owned(dense, parameter)
+    owned, shards = _owned(_part(optimizer, parameter), parameter)
     for name, shard in shards.items():
         shard.copy_(whole[name].view(-1)[owned].view(shard.shape))
 
 
 def restore_step(optimizer: MegatronOptimizer, step: int) -> None:
     """Set the number of steps that Adam's bias correction counts."""
-    (dense,) = optimizer.chained_optimizers
-    if isinstance(dense.optimizer, torch.optim.AdamW):
-        for state in dense.optimizer.state.values():
-            state["step"].fill_(step)
-    else:
-        for group in dense.optimizer.param_groups:
-            group["step"] = step
+    for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"].fill_(step)
+        else:
+            for group in part.optimizer.param_groups:
+                group["step"] = step
+
+
+def _is_expert(parameter: torch.nn.Parameter) -> bool:
+    return not getattr(parameter, "allreduce", True)  # Megatron's mark
+
+
+def _part(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> MegatronOptimizer:
+    """Megatron keeps an optimizer of its own for experts, after the one of everything else."""
+    return optimizer.chained_optimizers[1 if _is_expert(parameter) else 0]
+
+
+def _replicas(parameter: torch.nn.Parameter) -> dist.ProcessGroup:
+    """The ranks that hold the same values of the parameter."""
+    if _is_expert(parameter):
+        return parallel_state.get_expert_data_parallel_group()
+    return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _owned(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple[slice, dict[str, torch.Tensor]]:

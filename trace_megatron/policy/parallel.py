@@ -68,6 +68,8 @@ def initialize(config: PolicyConfig, seed: int) -> Ranks:
         config.pipeline_parallel,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline if config.virtual_pipeline > 1 else None,
         context_parallel_size=config.context_parallel,
+        expert_model_parallel_size=config.expert_parallel,
+        expert_tensor_parallel_size=1,  # experts are small: whole ones on fewer ranks multiply faster than slices
         distributed_timeout_minutes=int(_COLLECTIVE_TIMEOUT.total_seconds() // 60),
     )
     torch.manual_seed(seed)
