@@ -15,6 +15,8 @@ from trace_megatron.launch.local import run_ranks
 from trace_megatron.log import say
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.run_folder import RunFolder
+from trace_megatron.simulate.compare import METHODS, advise, compare_methods, compare_shapes, parse_shapes
+from trace_megatron.simulate.table import describe_rows
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -56,6 +58,23 @@ def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
     from trace_megatron.eval import evaluate_policy
 
     evaluate_policy(load_config(config, overrides or []))
+
+
+@app.command()
+def simulate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    selectors: Annotated[str, typer.Option(help="Methods to compare, with spaces between.")] = " ".join(METHODS),
+    shapes: Annotated[str, typer.Option(help="Budgets to compare as 'M,N M,N ...'; empty: those of equal cost.")] = "",
+) -> None:
+    """Spend the budget on outcomes drawn from a stated model: which method, which (M, N) finds most contrast."""
+    resolved = load_config(config, overrides or [])
+    rows = compare_methods(resolved, selectors.split())
+    other = compare_shapes(resolved, parse_shapes(shapes))
+    typer.echo(describe_rows("methods at one budget", rows))
+    typer.echo(describe_rows(f"budgets of {resolved.method.selector}", other))
+    if not shapes:
+        typer.echo(advise(other))
 
 
 def main() -> None:

@@ -200,6 +200,28 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SimulateConfig:
+    """The outcomes that ``trace-megatron simulate`` draws; see simulate/model.py."""
+
+    base_rate: float = 0.3
+    """Mean success probability of a prompt."""
+    prompt_concentration: float = 1.0
+    """a + b of its Beta distribution: small, prompts are solved always or never; large, all alike."""
+    turn_concentration: float = 4.0
+    """Of the martingale's steps: small, the first turns decide; large, the last."""
+    stop_prob: float = 0.2
+    """Chance that a turn before ``rollout.max_turns`` is the last."""
+    turn_tokens: float = 200.0
+    """Mean action tokens of a turn."""
+    recorded_run: str = ""
+    """A run's folder: its turn counts and tokens instead of the two above."""
+    predictor_error: float = 1.0
+    """Standard deviation of the predictor's error in log-odds."""
+    steps: int = 20
+    """Steps simulated for every figure."""
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     run: RunConfig = RunConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -213,6 +235,7 @@ class Config:
     env: EnvConfig = EnvConfig()
     predictor: PredictorConfig = PredictorConfig()
     validation: ValidationConfig = ValidationConfig()
+    simulate: SimulateConfig = SimulateConfig()
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:
