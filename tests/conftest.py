@@ -1,6 +1,7 @@
 """Shared fixtures: the folder of real data, and the real small policy."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,12 @@ def trace_data() -> Path:
     if not folder or not Path(folder).is_dir():
         absent("set TRACE_DATA to the folder of test data")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def bubblewrap() -> None:
+    if not shutil.which("bwrap"):
+        absent("bubblewrap is not installed: apt-get install bubblewrap")
 
 
 @pytest.fixture(scope="session")

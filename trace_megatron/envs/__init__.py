@@ -25,6 +25,12 @@ def _reasoning_gym(params: Mapping[str, Any]) -> Environment:
     return ReasoningGym(**params)
 
 
+def _python_tool(params: Mapping[str, Any]) -> Environment:
+    from trace_megatron.envs.python_tool import PythonTool
+
+    return PythonTool(**params)
+
+
 def _bfcl(params: Mapping[str, Any]) -> Environment:
     from trace_megatron.envs.bfcl import BFCL
 
@@ -33,6 +39,7 @@ def _bfcl(params: Mapping[str, Any]) -> Environment:
 
 _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     "reasoning_gym": _reasoning_gym,
+    "python_tool": _python_tool,
     "bfcl": _bfcl,
 }
 
@@ -50,15 +57,21 @@ def build_environment(config: EnvConfig) -> Environment:
 
 
 def _build(config: EnvConfig) -> Environment:
-    if config.name in _BUILDERS:
-        return _BUILDERS[config.name](config.params)
-    installed = entry_points(group=ENTRY_POINTS)
-    if config.name not in installed.names:
-        known = sorted({*_BUILDERS, *installed.names})
-        nearest = difflib.get_close_matches(config.name, known, n=1, cutoff=0.0)
-        raise UserError(f"unknown environment '{config.name}': did you mean '{nearest[0]}'? Known: {', '.join(known)}")
-    environment_class = installed[config.name].load()
     try:
-        return environment_class(**config.params)
+        return _builder(config.name)(config.params)
     except TypeError as error:
+        if "argument" not in str(error):  # not about the parameters' names
+            raise
         raise UserError(f"wrong parameters in env.params for the environment '{config.name}': {error}") from error
+
+
+def _builder(name: str) -> Callable[[Mapping[str, Any]], Environment]:
+    if name in _BUILDERS:
+        return _BUILDERS[name]
+    installed = entry_points(group=ENTRY_POINTS)
+    if name not in installed.names:
+        known = sorted({*_BUILDERS, *installed.names})
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+        raise UserError(f"unknown environment '{name}': did you mean '{nearest[0]}'? Known: {', '.join(known)}")
+    environment_class = installed[name].load()
+    return lambda params: environment_class(**params)

@@ -1,0 +1,225 @@
+"""Mathematics with a Python interpreter: the policy calls ``python``, sees what its code prints, and ends with a box.
+
+An action with tool calls, or else with fenced ```python code, is run; any other action is the final answer, judged by
+its last ``\\boxed{}``. Tasks come from JSON Lines: ``problem``, ``answer`` (text, number, or a list of texts of which
+the first is the answer) and optionally ``id`` and ``answer_variants`` (other accepted forms).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trace_megatron.envs.rewards import extract_boxed, math_equal
+from trace_megatron.envs.sandbox.pool import Cell, Execution, Limits, Sandbox
+from trace_megatron.errors import UserError
+from trace_megatron.log import say
+from trace_megatron.rollout.env import Transition
+from trace_megatron.rollout.tool_calls import PYTHON_TOOL, ToolCall, parse_action
+from trace_megatron.types import Task
+
+SYSTEM = (
+    "Solve the problem step by step. You may run Python code; variables stay between runs, and only what is printed is "
+    "shown. Put the final answer in \\boxed{}."
+)
+TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": PYTHON_TOOL,
+        "description": "Run Python code and show what it prints. NumPy and SymPy are installed.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The code to run."}},
+            "required": ["code"],
+        },
+    },
+}
+_MAX_CALLS = 8  # of one action; more are answered with an error
+_FENCE = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.S)
+
+
+@dataclass(frozen=True, slots=True)
+class PythonState:
+    """One problem in play; a value, so that several continuations may step from it."""
+
+    answers: tuple[str, ...]
+    """Accepted forms of the answer."""
+    cells: tuple[Cell, ...] = ()
+    """The code that has run."""
+    num_errors: int = 0
+    num_unrepeated: int = 0
+    """Runs before which the earlier code printed something else than at first: it depends on time or on chance."""
+
+
+class PythonTool:
+    """Environment over problems in files, with a sandboxed interpreter for each rollout."""
+
+    def __init__(
+        self,
+        train: str | Sequence[str] = (),
+        validation: str | Sequence[str] = (),
+        system: str = SYSTEM,
+        tool_call: bool = True,
+        fenced_code: bool = True,
+        timeout_s: float = 10.0,
+        memory_mib: int = 1024,
+        output_characters: int = 4000,
+        workers: int = 0,
+        sandbox: str = "bubblewrap",
+    ) -> None:
+        """``train``, ``validation``: paths of JSON Lines files; a problem of both is kept for validation.
+
+        ``tool_call``: offer the tool to the chat template; ``fenced_code``: run fenced code where no tool is called.
+        ``timeout_s`` (of processor time), ``memory_mib``, ``output_characters``: limits of one run. ``workers``: runs
+        at once, 0 for one on each core. ``sandbox``: "bubblewrap", or "unsafe" where the policy may reach the
+        machine's files and network. Raises UserError on bad input, and where bubblewrap does not work.
+        """
+        if sandbox not in ("bubblewrap", "unsafe"):
+            raise UserError(f"expected env.params.sandbox to be bubblewrap or unsafe, found '{sandbox}'")
+        limits = {"timeout_s": timeout_s, "memory_mib": memory_mib, "output_characters": output_characters}
+        for name, limit in limits.items():
+            if limit <= 0:
+                raise UserError(f"expected env.params.{name} above 0, found {limit}")
+        self._system = system
+        self._tools = (TOOL,) if tool_call else ()
+        self._fenced_code = fenced_code
+        held_out = self._read(validation, "validation")
+        problems = {task.messages[-1]["content"] for task in held_out}
+        everything = self._read(train, "train")
+        self._tasks = {
+            "train": [task for task in everything if task.messages[-1]["content"] not in problems],
+            "validation": held_out,
+        }
+        if shared := len(everything) - len(self._tasks["train"]):
+            say(f"{shared} of {len(everything)} problems to train on are validation problems too: left out")
+        self.max_concurrency = workers or os.cpu_count() or 1
+        settings = Limits(timeout_s, memory_mib << 20, output_bytes=output_characters)
+        self._sandbox = Sandbox(settings, self.max_concurrency, unsafe=sandbox == "unsafe")
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The split's problems, in the order of the files."""
+        if split not in self._tasks:
+            raise UserError(f"expected a split of {', '.join(self._tasks)}, found '{split}'")
+        return self._tasks[split]
+
+    async def reset(self, task: Task) -> PythonState:
+        """A fresh interpreter."""
+        return PythonState(tuple(task.payload["answers"]))
+
+    async def step(self, state: PythonState, action: str) -> Transition:
+        """Run the action's code, or judge its answer."""
+        parsed = parse_action(action)
+        if parsed.calls or parsed.errors:
+            return await self._call(state, parsed.calls, parsed.errors)
+        snippets = _FENCE.findall(parsed.content or "") if self._fenced_code else []
+        if snippets:
+            state, text = await self._run(state, "\n".join(snippets))
+            return _observed(state, [{"role": "user", "content": f"```output\n{text}\n```"}])
+        text = parsed.content or ""
+        answer = extract_boxed(text)
+        right = answer is not None and await asyncio.to_thread(_is_right, text, state.answers)
+        return Transition(state, (), float(right), True, _info(state) | {"answer": answer})
+
+    async def close(self) -> None:
+        """End the interpreters."""
+        await self._sandbox.close()
+
+    async def _call(self, state: PythonState, calls: Sequence[ToolCall], errors: Sequence[str]) -> Transition:
+        answers = []
+        for number, call in enumerate(calls):
+            code = _code(call)
+            if call.name != PYTHON_TOOL:
+                text = f"Error: expected a call of {PYTHON_TOOL}, found '{call.name}'"
+            elif code is None:
+                text = 'Error: expected the arguments {"code": "..."}'
+            elif number >= _MAX_CALLS:
+                text = f"Error: expected at most {_MAX_CALLS} calls at once, found {len(calls)}"
+            else:
+                state, text = await self._run(state, code)
+                answers.append(_tool_message(text))
+                continue
+            state = replace(state, num_errors=state.num_errors + 1)
+            answers.append(_tool_message(text))
+        answers += [_tool_message(f"Error: {error}") for error in errors]
+        return _observed(replace(state, num_errors=state.num_errors + len(errors)), answers)
+
+    async def _run(self, state: PythonState, code: str) -> tuple[PythonState, str]:
+        run: Execution = await self._sandbox.run(state.cells, code)
+        text = run.output.rstrip("\n")
+        if run.error:
+            text += ("\n" if text else "") + f"Error: {run.error}"
+        state = replace(
+            state,
+            cells=run.cells,
+            num_errors=state.num_errors + bool(run.error),
+            num_unrepeated=state.num_unrepeated + (not run.repeated),
+        )
+        return state, text or "(nothing was printed)"
+
+    def _read(self, paths: str | Sequence[str], split: str) -> list[Task]:
+        paths = [paths] if isinstance(paths, str) else list(paths)
+        tasks = [self._task(row, f"{Path(path).stem}/{index}") for path in paths for index, row in _rows(path, split)]
+        ids = Counter(task.task_id for task in tasks)
+        if ids and ids.most_common(1)[0][1] > 1:
+            raise UserError(
+                f"expected a different id in each row at env.params.{split}, found '{ids.most_common(1)[0][0]}' twice"
+            )
+        return tasks
+
+    def _task(self, row: Mapping[str, Any], fallback_id: str) -> Task:
+        answer = row["answer"]
+        first = answer[0] if isinstance(answer, list) else answer
+        answers = list(dict.fromkeys(map(str, [first, *row.get("answer_variants", ())])))
+        system = ({"role": "system", "content": self._system},) if self._system else ()
+        messages = (*system, {"role": "user", "content": row["problem"]})
+        return Task(str(row.get("id", fallback_id)), messages, {"answers": answers}, self._tools)
+
+
+def _rows(path: str, split: str) -> list[tuple[int, dict[str, Any]]]:
+    if not Path(path).is_file():
+        raise UserError(f"expected a JSON Lines file at env.params.{split}, found none at '{path}'")
+    rows = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"expected JSON in line {number} of '{path}', found: {error}") from error
+        if not isinstance(row, dict) or not isinstance(row.get("problem"), str) or row.get("answer") in (None, [], ""):
+            raise UserError(f"expected the fields problem and answer in line {number} of '{path}', found {line[:80]}")
+        rows.append((number, row))
+    return rows
+
+
+def _is_right(text: str, accepted: Sequence[str]) -> bool:
+    return any(math_equal(text, form) for form in accepted)
+
+
+def _code(call: ToolCall) -> str | None:
+    """The code of a call; models also give it as the arguments themselves."""
+    code = call.arguments.get("code") if isinstance(call.arguments, dict) else call.arguments
+    return code if isinstance(code, str) else None
+
+
+def _tool_message(text: str) -> dict[str, str]:
+    return {"role": "tool", "name": PYTHON_TOOL, "content": text}
+
+
+def _observed(state: PythonState, messages: Sequence[Mapping[str, str]]) -> Transition:
+    return Transition(state, tuple(messages), 0.0, False, _info(state))
+
+
+def _info(state: PythonState) -> dict[str, Any]:
+    return {
+        "num_cells": len(state.cells),
+        "num_errors": state.num_errors,
+        "num_unrepeated": state.num_unrepeated,
+    }

@@ -1,0 +1,1 @@
+"""Model-written Python code, isolated."""
