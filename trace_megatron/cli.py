@@ -77,6 +77,53 @@ def simulate(
         typer.echo(advise(other))
 
 
+convert = typer.Typer(no_args_is_help=True, help="Hugging Face folder <-> Megatron-Core distributed checkpoint.")
+app.add_typer(convert, name="convert")
+
+Source = Annotated[Path, typer.Argument(help="Folder to read.", show_default=False)]
+Target = Annotated[Path, typer.Argument(help="Folder to write; must not exist.", show_default=False)]
+Verify = Annotated[bool, typer.Option("--verify", help="Compare logits; takes either model's memory in float32.")]
+
+
+@convert.command()
+def hf_to_megatron(
+    source: Source,
+    target: Target,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel ranks to cut for.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages to cut for.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert-parallel ranks to cut for.")] = 1,
+    verify: Verify = False,
+) -> None:
+    """Write a checkpoint that Megatron-Core loads, at this layout or any other."""
+    from trace_megatron.policy import convert as conversion
+    from trace_megatron.policy.names import ParallelSizes
+
+    conversion.hf_to_megatron(source, target, ParallelSizes(tp, pp, ep))
+    if verify:
+        _compare(source, target)
+
+
+@convert.command()
+def megatron_to_hf(
+    source: Source,
+    target: Target,
+    like: Annotated[Path | None, typer.Option(help="HF folder of config and tokenizer, if SOURCE has none.")] = None,
+    verify: Verify = False,
+) -> None:
+    """Write a folder that transformers and vLLM load."""
+    from trace_megatron.policy import convert as conversion
+
+    conversion.megatron_to_hf(source, target, like)
+    if verify:
+        _compare(target, source)
+
+
+def _compare(hf_folder: Path, megatron_folder: Path) -> None:
+    from trace_megatron.policy.convert_check import compare_logits
+
+    say(f"logits agree to {compare_logits(hf_folder, megatron_folder):.1e} of the largest")
+
+
 def main() -> None:
     """Entry point of ``trace-megatron``."""
     try:

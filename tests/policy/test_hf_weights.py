@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.tiny_models import LLAMA3_SCALING, write_tiny_model
 from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
-from trace_megatron.policy import hf_weights
+from trace_megatron.policy import hf_files
 from trace_megatron.policy.hf_config import read_hf_config
 from trace_megatron.policy.hf_weights import export_hf, hf_tensor_infos, iter_hf_weights, load_hf_weights
 from trace_megatron.policy.model import build_model
@@ -201,7 +201,7 @@ def test_redundant_tensors_of_old_checkpoints_are_left_alone(one_rank, tmp_path)
 def test_a_sharded_export_loads_again(tiny, tmp_path, monkeypatch):
     folder, hf, chunks = tiny
     load_hf_weights(chunks, folder, hf)
-    monkeypatch.setattr(hf_weights, "SHARD_BYTES", 60_000)
+    monkeypatch.setattr(hf_files, "SHARD_BYTES", 60_000)
     export_hf(chunks, hf, folder, tmp_path / "new" / "export")
     files = sorted(path.name for path in (tmp_path / "new" / "export").glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"

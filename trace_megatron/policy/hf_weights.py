@@ -3,63 +3,42 @@
 from __future__ import annotations
 
 import collections
-import itertools
-import json
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.enums import LayerType
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from trace_megatron.errors import UserError
+from trace_megatron.policy.dist_files import MegatronFolder
+from trace_megatron.policy.dist_index import is_megatron_folder
 from trace_megatron.policy.hf_config import HFModelConfig
+from trace_megatron.policy.hf_files import HFFolder, HFWriter, copy_companions
 from trace_megatron.policy.names import Weight, expert_owner, from_shards, model_weights, named_parameters, to_shard
 from trace_megatron.types import TensorInfo
-
-SHARD_BYTES = 5 * 10**9
-"""Largest file of an export, as HF's own were for years."""
-
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_COPIED = (
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "chat_template*",
-)
-_FLOATS = ("F32", "BF16", "F16")
 
 
 @torch.no_grad()
 def load_hf_weights(model_chunks: Sequence[torch.nn.Module], folder: str | Path, hf: HFModelConfig) -> None:
-    """Fill this rank's parameters from the safetensors of ``folder``, one parameter at a time.
+    """Fill this rank's parameters from an HF folder, or a distributed checkpoint of Megatron's, one at a time.
 
     Raises UserError that names the file or tensor that is missing, left over, or of another shape.
     """
     weights = model_weights(hf)
     parameters = named_parameters(model_chunks)
-    with ExitStack() as stack:
-        readers = _open_folder(Path(folder), stack)
-        _check_tensors(readers, weights, folder)
-        for weight in weights:
-            parameter = _take(parameters, weight)
-            if parameter is not None:
-                tensors = [readers[name].get_tensor(name) for name in weight.hf]
-                group = _tensor_group(weight)
-                shard = to_shard(weight, tensors, hf, group.rank(), group.size())
-                assert shard.shape == parameter.shape, f"{weight.megatron[0]}: {shard.shape}, {parameter.shape}"
-                parameter.copy_(shard)
+    source = MegatronFolder(folder, weights, hf) if is_megatron_folder(folder) else HFFolder(folder, weights)
+    for weight in weights:
+        parameter = _take(parameters, weight)
+        if parameter is not None:
+            group = _tensor_group(weight)
+            shard = to_shard(weight, source.read(weight), hf, group.rank(), group.size())
+            assert shard.shape == parameter.shape, f"{weight.megatron[0]}: {shard.shape}, {parameter.shape}"
+            parameter.copy_(shard)
     assert not parameters, f"no HF tensor fills {', '.join(parameters)}"
 
 
@@ -106,8 +85,11 @@ def export_hf(
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        _copy_companions(source, partial, dtype)
-        _save_sharded(stream, hf_tensor_infos(hf, dtype), partial)
+        copy_companions(source, partial, dtype)
+        writer = HFWriter(partial, hf_tensor_infos(hf, dtype))
+        for name, tensor in stream:
+            writer.write(name, tensor)
+        writer.close()
         partial.chmod(0o755)  # mkdtemp makes it private
         os.rename(partial, target)
     finally:
@@ -123,63 +105,6 @@ def _take(parameters: dict[str, torch.nn.Parameter], weight: Weight) -> torch.nn
     """Remove and return the weight's parameter; None where another pipeline stage holds it."""
     found = [parameters.pop(name) for name in weight.megatron if name in parameters]
     return found[0] if found else None
-
-
-def _open_folder(folder: Path, stack: ExitStack) -> dict[str, safe_open]:
-    """The open file of every tensor in the folder, by tensor name."""
-    weight_map = {}
-    if (folder / _INDEX).is_file():
-        weight_map = _read_weight_map(folder / _INDEX)
-        files = sorted(set(weight_map.values()))
-    elif (folder / _SINGLE).is_file():
-        files = [_SINGLE]
-    else:
-        raise UserError(
-            f"expected {_SINGLE} or {_INDEX} in '{folder}', found neither: save the model with safe serialization"
-        )
-    readers = {}
-    for file in files:
-        try:
-            reader = stack.enter_context(safe_open(folder / file, framework="pt"))
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"expected safetensors in '{folder / file}', found: {error}: download it again") from error
-        readers.update(dict.fromkeys(reader.keys(), reader))
-    for name in weight_map:
-        if name not in readers:
-            raise UserError(f"expected tensor '{name}' in '{folder / weight_map[name]}', found none: download it again")
-    return readers
-
-
-def _read_weight_map(path: Path) -> dict[str, str]:
-    """File name by tensor name."""
-    try:
-        weight_map = json.loads(path.read_text())["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"expected a mapping 'weight_map' in '{path}', found none: download it again") from error
-
-
-def _check_tensors(readers: Mapping[str, safe_open], weights: Sequence[Weight], folder: str | Path) -> None:
-    """Every tensor used once, each of its shape. Only file headers are read."""
-    expected = {name: shape for weight in weights for name, shape in weight.hf.items()}
-    for name, shape in expected.items():
-        if name not in readers:
-            raise UserError(f"expected tensor '{name}' in '{folder}', found none: config.json is of another model")
-        found = readers[name].get_slice(name)
-        if tuple(found.get_shape()) != shape:
-            raise UserError(
-                f"expected shape {shape} of tensor '{name}' in '{folder}', found {tuple(found.get_shape())}: "
-                "config.json is of another model"
-            )
-        if found.get_dtype() not in _FLOATS:
-            raise UserError(
-                f"expected tensor '{name}' in '{folder}' as {', '.join(_FLOATS)}, found {found.get_dtype()}"
-            )
-    for name in readers:
-        # old Llama checkpoints store RoPE's frequencies, and some tied ones a copy of the embedding
-        redundant = name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and weights[-1].is_copy)
-        if name not in expected and not redundant:
-            raise UserError(f"expected no tensor '{name}' in '{folder}': config.json is of another model")
 
 
 def _collect(
@@ -259,41 +184,3 @@ def _stage(weight: Weight, layer_stages: Sequence[int]) -> int:
     if weight.layer is not None:
         return layer_stages[weight.layer]
     return 0 if weight.megatron[0].startswith("embedding.") else layer_stages[-1]
-
-
-def _copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Tokenizer, chat template and generation config as they are, config.json with the dtype of the new weights."""
-    for pattern in _COPIED:
-        for path in source.glob(pattern):
-            shutil.copy(path, target / path.name)
-    values = json.loads((source / "config.json").read_text())
-    values.pop("torch_dtype", None)
-    values["dtype"] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-
-
-def _save_sharded(stream: Iterable[tuple[str, torch.Tensor]], infos: Sequence[TensorInfo], folder: Path) -> None:
-    """Write the stream as safetensors files of at most SHARD_BYTES, with an index where it takes several."""
-    shards: list[list[str]] = [[]]
-    room = SHARD_BYTES
-    for info in infos:
-        size = info.dtype.itemsize * math.prod(info.shape)
-        if shards[-1] and size > room:
-            shards.append([])
-            room = SHARD_BYTES
-        shards[-1].append(info.name)
-        room -= size
-    files = [f"model-{index:05}-of-{len(shards):05}.safetensors" for index in range(1, len(shards) + 1)]
-    if len(shards) == 1:
-        files = [_SINGLE]
-    stream = iter(stream)
-    for file, names in zip(files, shards, strict=True):
-        tensors = {name: tensor.cpu().clone() for name, tensor in itertools.islice(stream, len(names))}
-        assert list(tensors) == names
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    collections.deque(stream, maxlen=0)
-    if len(shards) > 1:
-        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
-        total = sum(info.dtype.itemsize * math.prod(info.shape) for info in infos)
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

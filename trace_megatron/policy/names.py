@@ -14,7 +14,10 @@ import torch
 
 from trace_megatron.policy.hf_config import HFModelConfig
 
+_EMBEDDING = "embedding.word_embeddings.weight"
 _LAYERS, _EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
+_EXPERT_KEYS = "mlp.experts.experts."
+"""What Megatron writes for _EXPERTS in a checkpoint."""
 
 
 class Layout(StrEnum):
@@ -56,10 +59,23 @@ class Weight:
     """The last pipeline stage's copy of a tied embedding: loaded, never exported."""
 
 
+@dataclass(frozen=True, slots=True)
+class ParallelSizes:
+    """Sizes of a parallel layout; experts are cut over the tensor-parallel ranks too."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def index(self, tensor_rank: int, expert_rank: int, stage: int) -> int:
+        """A rank's number in Megatron's order."""
+        return tensor_rank + self.tensor * (expert_rank + self.expert * stage)
+
+
 def model_weights(hf: HFModelConfig) -> list[Weight]:
     """All parameters of the model, in the order of the HF model's layers."""
     table = (hf.vocab_size, hf.hidden_size)
-    embedding = Weight(("embedding.word_embeddings.weight",), {"model.embed_tokens.weight": table}, Layout.VOCAB)
+    embedding = Weight((_EMBEDDING,), {"model.embed_tokens.weight": table}, Layout.VOCAB)
     norm = Weight(("decoder.final_layernorm.weight",), {"model.norm.weight": (hf.hidden_size,)}, Layout.WHOLE)
     head = Weight(("output_layer.weight",), {"lm_head.weight": table}, Layout.VOCAB)
     if hf.tied:
@@ -166,6 +182,21 @@ def from_shards(weight: Weight, shards: list[torch.Tensor], hf: HFModelConfig) -
             return [part.flatten(0, 1) for part in grouped.split(rows, dim=1)]
         case Layout.GATE_UP:
             return [torch.cat(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+
+
+def checkpoint_keys(weight: Weight) -> list[tuple[str, str]]:
+    """What distributed checkpoints call the weight: for each of its names, the key of a tensor over all layers (and
+    experts), and the key of its own where the checkpoint was saved without such."""
+    keys = []
+    for name in (_EMBEDDING,) if weight.is_copy else weight.megatron:
+        stacked, single = name, name
+        if weight.expert is not None:
+            single = single.replace(_EXPERTS, _EXPERT_KEYS)
+            stacked = stacked.replace(f"{_EXPERTS}{weight.expert}.", _EXPERT_KEYS)
+        if weight.layer is not None:
+            stacked = stacked.replace(f"{_LAYERS}{weight.layer}.", _LAYERS)
+        keys.append((stacked, single))
+    return keys
 
 
 def expert_owner(hf: HFModelConfig, expert: int, size: int) -> int:

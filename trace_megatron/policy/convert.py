@@ -1,0 +1,207 @@
+"""Hugging Face folder -> Megatron-Core distributed checkpoint, and back: a stream of tensors between two folders.
+
+A conversion works in a hidden folder beside its target, which it renames when everything is there. One that was
+interrupted goes on from there; one that failed on bad input removes it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from trace_megatron.errors import UserError
+from trace_megatron.log import say
+from trace_megatron.policy.dist_files import MegatronFolder, MegatronWriter
+from trace_megatron.policy.dist_index import Part, part_to_json
+from trace_megatron.policy.hf_config import HFModelConfig, check_shapes, read_hf_config
+from trace_megatron.policy.hf_files import HFFolder, HFWriter, copy_companions
+from trace_megatron.policy.names import ParallelSizes, Weight, checkpoint_keys, model_weights
+from trace_megatron.types import TensorInfo
+
+_COMMIT_BYTES = 2**30
+"""After this much the disk must hold what the journal says; an interrupted conversion loses no more than this."""
+_SPARE_BYTES = 2**26
+"""For index, tokenizer and what torch writes around a tensor."""
+_DESCRIPTION, _JOURNAL = "conversion.json", "conversion.jsonl"
+
+
+def hf_to_megatron(source: str | Path, target: str | Path, ranks: ParallelSizes) -> None:
+    """Write the model of an HF folder as a checkpoint cut for ``ranks``; any layout can load it.
+
+    Raises UserError for a model that is not whole, a layout that its shapes forbid, an existing target, a full disk.
+    """
+    source, target = Path(source), Path(target)
+    hf = read_hf_config(source)
+    check_shapes(hf, tensor=ranks.tensor, pipeline=ranks.pipeline, expert=ranks.expert, names=("--tp", "--pp", "--ep"))
+    weights = _exported(hf)
+    folder = HFFolder(source, model_weights(hf))
+    _check_dtypes(folder, weights, source)
+    sizes = [sum(folder.dtype(name).itemsize * math.prod(shape) for name, shape in w.hf.items()) for w in weights]
+    description = {"to": "megatron", "ranks": [ranks.tensor, ranks.pipeline, ranks.expert], "source": folder.stamp()}
+    with _work_folder(target, description, sum(sizes)) as work:
+        parts = [Part.from_json(values) for entry in work.done for values in entry]
+        writer = MegatronWriter(work.folder, hf, ranks, parts)
+
+        def write(weight: Weight) -> list[dict[str, Any]]:
+            return [part_to_json(part) for part in writer.write(weight, folder.read(weight))]
+
+        _stream(weights, sizes, write, writer, work)
+        writer.write_extra_states()
+        writer.close()
+        copy_companions(source, work.folder, dtype=None)
+
+
+def megatron_to_hf(source: str | Path, target: str | Path, like: str | Path | None = None) -> None:
+    """Write the model of a distributed checkpoint as an HF folder that transformers and vLLM load.
+
+    ``like`` is an HF folder with the model's config.json and tokenizer, where the checkpoint carries none. Raises
+    UserError as ``hf_to_megatron``.
+    """
+    source, target = Path(source), Path(target)
+    like = Path(like) if like is not None else source
+    if not (like / "config.json").is_file():
+        raise UserError(f"expected config.json in '{like}', found none: name the model's HF folder with --like")
+    hf = read_hf_config(like)
+    weights = _exported(hf)
+    folder = MegatronFolder(source, weights, hf)
+    infos = [TensorInfo(name, shape, folder.dtype(weight)) for weight in weights for name, shape in weight.hf.items()]
+    sizes = [sum(folder.dtype(w).itemsize * math.prod(shape) for shape in w.hf.values()) for w in weights]
+    with _work_folder(target, {"to": "hf", "source": folder.stamp()}, sum(sizes)) as work:
+        writer = HFWriter(work.folder, infos, num_done=sum(len(weight.hf) for weight in weights[: len(work.done)]))
+
+        def write(weight: Weight) -> list[dict[str, Any]]:
+            for name, tensor in zip(weight.hf, folder.read(weight), strict=True):
+                writer.write(name, tensor)
+            return []
+
+        _stream(weights, sizes, write, writer, work)
+        writer.close()
+        dtypes = {info.dtype for info in infos}
+        copy_companions(like, work.folder, dtypes.pop() if len(dtypes) == 1 else None)
+
+
+class _Writer(Protocol):
+    def flush(self) -> None: ...
+
+
+class _Work:
+    """The hidden folder, and the journal of the weights that it holds."""
+
+    def __init__(self, folder: Path, done: list[Any]):
+        self.folder = folder
+        self.done = done
+        """Per weight that is there, what its writer noted."""
+        self._new: list[Any] = []
+
+    def note(self, entry: Any) -> None:
+        self._new.append(entry)
+
+    def commit(self) -> None:
+        """Make the noted weights count; the writer must have flushed them."""
+        with (self.folder / _JOURNAL).open("a") as journal:
+            journal.writelines(json.dumps(entry) + "\n" for entry in self._new)
+            journal.flush()
+            os.fsync(journal.fileno())
+        self._new.clear()
+
+
+@contextmanager
+def _work_folder(target: Path, description: dict[str, Any], num_bytes: int) -> Iterator[_Work]:
+    """A folder that becomes ``target`` at the end of the block."""
+    if target.exists():
+        raise UserError(f"expected no folder at '{target}', found one: remove it or choose another name")
+    folder = target.absolute().with_name(f".{target.name}.partial")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _DESCRIPTION).open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"expected no other conversion into '{target}', found one at work: wait for it") from None
+        done = _resume(file, folder, description, target)
+        try:
+            _check_disk(folder, num_bytes)
+            yield _Work(folder, done)
+            (folder / _JOURNAL).unlink(missing_ok=True)
+            (folder / _DESCRIPTION).unlink()
+        except UserError:  # it would fail again
+            shutil.rmtree(folder)
+            raise
+        except BaseException:
+            say(f"interrupted: the same command goes on from '{folder}'; remove it to start over")
+            raise
+        os.rename(folder, target)
+
+
+def _resume(file: Any, folder: Path, description: dict[str, Any], target: Path) -> list[Any]:
+    """The journal of an interrupted conversion of the same kind; else start one."""
+    file.seek(0)
+    text, expected = file.read(), json.dumps(description)
+    if not text:
+        file.write(expected)
+        file.flush()
+        return []
+    if text != expected:
+        raise UserError(
+            f"expected the rest of an interrupted conversion into '{target}', found other options or a changed source: "
+            f"remove '{folder}'"
+        )
+    journal = folder / _JOURNAL
+    if not journal.is_file():
+        return []
+    *lines, rest = journal.read_text().split("\n")
+    assert not rest, journal  # every commit ends with a newline
+    say(f"going on with the interrupted conversion in '{folder}': {len(lines)} parameters are there")
+    return [json.loads(line) for line in lines]
+
+
+def _check_disk(folder: Path, num_bytes: int) -> None:
+    needed = num_bytes + _SPARE_BYTES - sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise UserError(
+            f"expected {needed / 1e9:.2f} GB of free disk in '{folder.parent}', found {free / 1e9:.2f}: make room"
+        )
+
+
+def _stream(weights: Sequence[Weight], sizes: Sequence[int], write: Any, writer: _Writer, work: _Work) -> None:
+    num_done = len(work.done)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(TextColumn("{task.description}"), *columns) as progress:
+        task = progress.add_task("converting", total=sum(sizes), completed=sum(sizes[:num_done]))
+        uncommitted = 0
+        for weight, size in zip(weights[num_done:], sizes[num_done:], strict=True):
+            work.note(write(weight))
+            uncommitted += size
+            if uncommitted >= _COMMIT_BYTES:
+                writer.flush()
+                work.commit()
+                uncommitted = 0
+            progress.advance(task, size)
+
+
+def _exported(hf: HFModelConfig) -> list[Weight]:
+    return [weight for weight in model_weights(hf) if not weight.is_copy]
+
+
+def _check_dtypes(folder: HFFolder, weights: Sequence[Weight], source: Path) -> None:
+    """A parameter of a checkpoint spans all layers, and has one dtype."""
+    dtypes: dict[str, torch.dtype] = {}
+    for weight in weights:
+        key = checkpoint_keys(weight)[0][0]
+        for name in weight.hf:
+            dtype = folder.dtype(name)
+            if dtypes.setdefault(key, dtype) is not dtype:
+                raise UserError(
+                    f"expected tensor '{name}' in '{source}' as {dtypes[key]}, like those it is stored with, found "
+                    f"{dtype}: save the model in one dtype"
+                )

@@ -1,0 +1,145 @@
+"""The index of a Megatron-Core distributed checkpoint: which part of which global tensor lies where in which file.
+
+It is a pickle by its format. It is read with a list of the classes that an index is made of, and written by no code
+of ours that a reader would have to trust.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from trace_megatron.errors import UserError
+
+INDEX = ".metadata"
+_CONFIG, _COMMON, _BACKEND = "metadata.json", "common.pt", "torch_dist"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored part of a global tensor, or (without shape) a stored object."""
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    file: str
+    start: int
+    length: int
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Part:
+        return cls(**{**values, "offset": tuple(values["offset"]), "shape": tuple(values["shape"])})
+
+
+def part_to_json(part: Part) -> dict[str, Any]:
+    """The inverse of ``Part.from_json``."""
+    return asdict(part)
+
+
+def is_megatron_folder(folder: str | Path) -> bool:
+    """Whether it holds a distributed checkpoint."""
+    return (Path(folder) / INDEX).is_file() and (Path(folder) / _CONFIG).is_file()
+
+
+def write_index(folder: Path, parts: Sequence[Part]) -> None:
+    """Make a checkpoint of the folder; its files must hold the parts."""
+    entries: dict[str, Any] = {}
+    storage = {}
+    for part in parts:
+        place = _StorageInfo(part.file, part.start, part.length)
+        if not part.dtype:
+            entries[part.key] = BytesStorageMetadata()
+            storage[MetadataIndex(part.key)] = place
+            continue
+        if part.key not in entries:
+            properties = TensorProperties(dtype=getattr(torch, part.dtype))
+            entries[part.key] = TensorStorageMetadata(properties, torch.Size(()), [])
+        entry = entries[part.key]
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.shape)))
+        ends = [start + size for start, size in zip(part.offset, part.shape, strict=True)]
+        entry.size = torch.Size([max(pair) for pair in zip(ends, entry.size or [0] * len(ends), strict=True)])
+        storage[MetadataIndex(part.key, part.offset)] = place
+    torch.save({}, folder / _COMMON)
+    with (folder / INDEX).open("wb") as file:
+        pickle.dump(Metadata(entries, storage_data=storage), file)
+    save_config(CheckpointingConfig(sharded_backend=_BACKEND), str(folder))
+
+
+_ALLOWED = {
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.planner", "SavePlan"),
+    ("torch.distributed.checkpoint.planner", "WriteItem"),
+    ("torch.distributed.checkpoint.planner", "WriteItemType"),
+    ("torch.distributed.checkpoint.planner", "TensorWriteData"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+    ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("torch", "float32"),
+    ("torch", "bfloat16"),
+    ("torch", "float16"),
+    ("torch", "int64"),
+    ("torch", "uint8"),
+    ("pathlib", "PosixPath"),
+    ("collections", "OrderedDict"),
+}
+"""What a checkpoint's index is made of; a pickle that names anything else is refused before it is called."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no index contains")
+        return getattr(importlib.import_module(module), name)
+
+
+def read_index(folder: Path) -> tuple[dict[str, list[Part]], dict[str, tuple[int, ...]]]:
+    """Parts and global shape by key."""
+    path = folder / INDEX
+    if not is_megatron_folder(folder):
+        raise UserError(f"expected a Megatron distributed checkpoint (.metadata, metadata.json) in '{folder}'")
+    try:
+        with path.open("rb") as file:
+            index = _IndexUnpickler(file).load()
+        parts: dict[str, list[Part]] = defaultdict(list)
+        sizes = {}
+        for key, entry in index.state_dict_metadata.items():
+            if isinstance(entry, BytesStorageMetadata):
+                continue
+            sizes[key] = tuple(entry.size)
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            for chunk in entry.chunks:
+                place = index.storage_data[MetadataIndex(key, chunk.offsets)]
+                if getattr(place, "transform_descriptors", None):
+                    raise UserError(f"expected plain tensors in '{folder}', found '{key}' transformed: save it plainly")
+                where = (place.relative_path, place.offset, place.length)
+                parts[key].append(Part(key, tuple(chunk.offsets), tuple(chunk.sizes), dtype, *where))
+    except (pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError, EOFError, IndexError) as error:
+        raise UserError(f"expected the index of a checkpoint in '{path}', found: {error}: copy it again") from error
+    return parts, sizes
