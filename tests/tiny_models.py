@@ -32,7 +32,7 @@ CLASSES = {
 }
 FAMILY_OPTIONS = {
     "mistral": {"sliding_window": None},  # its class's default is a window, which nobody here supports
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
 }
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

@@ -98,6 +98,7 @@ def hf_to_megatron(
     from trace_megatron.policy import convert as conversion
     from trace_megatron.policy.names import ParallelSizes
 
+    conversion.keep_freed_memory()
     conversion.hf_to_megatron(source, target, ParallelSizes(tp, pp, ep))
     if verify:
         _compare(source, target)
@@ -113,6 +114,7 @@ def megatron_to_hf(
     """Write a folder that transformers and vLLM load."""
     from trace_megatron.policy import convert as conversion
 
+    conversion.keep_freed_memory()
     conversion.megatron_to_hf(source, target, like)
     if verify:
         _compare(target, source)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from trace_megatron.errors import UserError
 from trace_megatron.policy.dist_index import INDEX, Part, read_index, write_index
@@ -114,11 +115,10 @@ class MegatronFolder:
 
     def _read(self, part: Part) -> torch.Tensor:
         path = self._folder / part.file
-        with path.open("rb") as file:
-            file.seek(part.start)
-            stored = io.BytesIO(file.read(part.length))
         try:
-            tensor = torch.load(stored, map_location="cpu", weights_only=True)
+            with path.open("rb", buffering=0) as file:
+                stored = _create_file_view(file, part.start, part.length)
+                tensor = torch.load(stored, map_location="cpu", weights_only=True)
         except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
             raise UserError(f"expected '{part.key}' in '{path}', found broken data: {error}: copy it again") from error
         if tuple(tensor.shape) != part.shape:

@@ -7,6 +7,7 @@ of ours that a reader would have to trust.
 from __future__ import annotations
 
 import importlib
+import json
 import pickle
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -29,7 +29,11 @@ from torch.distributed.checkpoint.metadata import (
 from trace_megatron.errors import UserError
 
 INDEX = ".metadata"
-_CONFIG, _COMMON, _BACKEND = "metadata.json", "common.pt", "torch_dist"
+_CONFIG, _COMMON = "metadata.json", "common.pt"
+_BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1} | {
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ def write_index(folder: Path, parts: Sequence[Part]) -> None:
     torch.save({}, folder / _COMMON)
     with (folder / INDEX).open("wb") as file:
         pickle.dump(Metadata(entries, storage_data=storage), file)
-    save_config(CheckpointingConfig(sharded_backend=_BACKEND), str(folder))
+    (folder / _CONFIG).write_text(json.dumps(_BACKENDS))
 
 
 _ALLOWED = {

@@ -1,0 +1,285 @@
+"""Conversion of small models: bit by bit through every layout, and what interrupted or wrong input does."""
+
+import itertools
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tiny_models import CLASSES, write_tiny_model
+from trace_megatron.errors import UserError
+from trace_megatron.policy import convert, dist_index, hf_files
+from trace_megatron.policy.convert import hf_to_megatron, megatron_to_hf
+from trace_megatron.policy.names import ParallelSizes
+
+LAYOUTS = [(tp, pp) for tp, pp in itertools.product(range(1, 5), repeat=2) if tp * pp <= 4]
+SHAPE = {"num_layers": 12, "hidden": 24, "heads": 12, "head_dim": 12, "ffn": 24}  # divided by 1, 2, 3 and 4 ranks
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype and torch.equal(found[name], tensor), name
+
+
+def write_family(folder: Path, family: str, **options) -> Path:
+    shape = SHAPE | ({"head_dim": None, "hidden": 144} if family == "qwen2" else {}) | options
+    return write_tiny_model(folder, family, **shape)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_there_and_back_at_every_layout(family, tmp_path):
+    variants = [
+        {"tied": True, "vocab": 261, "kv_heads": 1},  # padded rows; one key-value head for up to four ranks
+        {"tied": False, "vocab": 264, "kv_heads": 12, "dtype": torch.bfloat16},
+    ]
+    for index, options in enumerate(variants):
+        source = write_family(tmp_path / f"source{index}", family, seed=index, **options)
+        expected = tensors_of(source)
+        for tp, pp in LAYOUTS:
+            ep = tp if family == "qwen3_moe" and 4 % tp == 0 else 1
+            converted, back = tmp_path / f"{index}-{tp}{pp}{ep}", tmp_path / f"{index}-{tp}{pp}{ep}-back"
+            hf_to_megatron(source, converted, ParallelSizes(tp, pp, ep))
+            assert len(list(converted.glob("*.distcp"))) == tp * pp * ep
+            megatron_to_hf(converted, back)
+            assert_same(tensors_of(back), expected)
+            assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    return write_tiny_model(tmp_path / "tiny", "qwen2", vocab=261, tied=False)
+
+
+def test_companions_travel_and_files_of_a_tokenizer_without_json_too(tiny, tmp_path):
+    (tiny / "tokenizer.json").unlink()
+    (tiny / "tokenizer.model").write_bytes(b"pieces")  # SentencePiece's
+    hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
+    megatron_to_hf(tmp_path / "m", tmp_path / "back")
+    kept = {"tokenizer.model", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
+    for name in kept:
+        assert (tmp_path / "back" / name).read_bytes() == (tiny / name).read_bytes()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_several_files_with_an_index_in_and_out(tiny, tmp_path, monkeypatch):
+    expected = tensors_of(tiny)
+    monkeypatch.setattr(hf_files, "SHARD_BYTES", 60_000)
+    hf_to_megatron(tiny, tmp_path / "a", ParallelSizes(2, 1))
+    megatron_to_hf(tmp_path / "a", tmp_path / "sharded")
+    index = json.loads((tmp_path / "sharded" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    assert_same(tensors_of(tmp_path / "sharded"), expected)
+    hf_to_megatron(tmp_path / "sharded", tmp_path / "b", ParallelSizes(1, 2))
+    monkeypatch.undo()
+    megatron_to_hf(tmp_path / "b", tmp_path / "back")
+    assert [path.name for path in (tmp_path / "back").glob("*.safetensors")] == ["model.safetensors"]
+    assert_same(tensors_of(tmp_path / "back"), expected)
+
+
+def test_an_existing_target_is_refused(tiny, tmp_path):
+    (tmp_path / "there").mkdir()
+    for run in (lambda: hf_to_megatron(tiny, tmp_path / "there", ParallelSizes()),):
+        with pytest.raises(UserError, match="there"):
+            run()
+    assert not list((tmp_path / "there").iterdir())
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    with pytest.raises(UserError, match="free disk"):
+        hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+@pytest.mark.parametrize(("sizes", "named"), [((3, 1, 1), "--tp"), ((1, 3, 1), "--pp"), ((1, 1, 2), "--ep")])
+def test_a_layout_that_the_shapes_forbid(sizes, named, tiny, tmp_path):
+    with pytest.raises(UserError, match=named):
+        hf_to_megatron(tiny, tmp_path / "m", ParallelSizes(*sizes))
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+KILLED = """
+import os, signal, sys
+from trace_megatron.policy import convert, hf_files, dist_files
+from trace_megatron.policy.convert import hf_to_megatron, megatron_to_hf
+from trace_megatron.policy.names import ParallelSizes
+
+convert._COMMIT_BYTES = 100_000
+reader, num_left = {"hf": hf_files.HFFolder, "megatron": dist_files.MegatronFolder}[sys.argv[1]], int(sys.argv[4])
+read = reader.read
+
+def read_until_killed(self, weight):
+    global num_left
+    num_left -= 1
+    if num_left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return read(self, weight)
+
+reader.read = read_until_killed
+if sys.argv[1] == "hf":
+    hf_to_megatron(sys.argv[2], sys.argv[3], ParallelSizes(2, 1))
+else:
+    megatron_to_hf(sys.argv[2], sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("source", ["hf", "megatron"])
+def test_a_killed_conversion_goes_on(source, tiny, tmp_path, monkeypatch, capsys):
+    expected = tensors_of(tiny)
+    folder, target = tiny, tmp_path / "target"
+    if source == "megatron":
+        folder = tmp_path / "m"
+        hf_to_megatron(tiny, folder, ParallelSizes(1, 2))
+    killed = subprocess.run([sys.executable, "-c", KILLED, source, folder, target, "13"], env=os.environ, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not target.exists()
+    partial = tmp_path / ".target.partial"
+    num_done = len((partial / "conversion.jsonl").read_text().splitlines())
+    assert 0 < num_done < 13
+    reads = []
+    reader = hf_files.HFFolder if source == "hf" else convert.MegatronFolder
+    read = reader.read
+    monkeypatch.setattr(reader, "read", lambda self, weight: (reads.append(weight), read(self, weight))[1])
+
+    def run():
+        if source == "hf":
+            hf_to_megatron(folder, target, ParallelSizes(2, 1))
+        else:
+            megatron_to_hf(folder, target)
+
+    with pytest.raises(UserError, match="other options or a changed source"):
+        megatron_to_hf(tmp_path / "m", target) if source == "hf" and (tmp_path / "m").exists() else hf_to_megatron(
+            tiny, target, ParallelSizes(1, 1)
+        )
+    run()
+    assert not partial.exists()
+    assert 0 < len(reads) < len(expected) - num_done + 2
+    if source == "hf":
+        monkeypatch.undo()
+        megatron_to_hf(target, tmp_path / "back")
+        target = tmp_path / "back"
+    assert_same(tensors_of(target), expected)
+
+
+def test_a_changed_source_does_not_go_on(tiny, tmp_path, monkeypatch):
+    def fail(self, weight):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hf_files.HFFolder, "read", fail)
+        with pytest.raises(KeyboardInterrupt):
+            hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
+    os.utime(tiny / "model.safetensors", (1, 1))
+    with pytest.raises(UserError, match="remove"):
+        hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
+    shutil.rmtree(tmp_path / ".m.partial")
+    hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
+
+
+def rewrite(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def cut(path: Path, num_bytes: int = 5) -> None:
+    os.truncate(path, path.stat().st_size - num_bytes)
+
+
+def edit_config(folder: Path, **values) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda f: cut(f / "model.safetensors"), r"model\.safetensors"),
+        (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors"),
+        (lambda f: rewrite(f, lambda t: t.pop(NORM)), NORM),
+        (lambda f: rewrite(f, lambda t: t.update({NORM: t[NORM].bfloat16()})), NORM),
+        (lambda f: rewrite(f, lambda t: t.update({NORM: t[NORM].to(torch.int8)})), f"{NORM}.*I8"),
+        (lambda f: edit_config(f, hidden_size=128), "model.embed_tokens.weight"),
+        (lambda f: edit_config(f, num_hidden_layers=3), r"model\.layers\.2"),
+        (lambda f: edit_config(f, num_hidden_layers=1), r"model\.layers\.1"),
+        (lambda f: edit_config(f, architectures=["Gemma3ForCausalLM"]), "Gemma3ForCausalLM"),
+    ],
+)
+def test_a_wrong_hf_folder_is_named_and_leaves_nothing(spoil, named, tiny, tmp_path):
+    spoil(tiny)
+    with pytest.raises(UserError, match=named):
+        hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+@pytest.fixture
+def converted(tiny, tmp_path):
+    hf_to_megatron(tiny, tmp_path / "m", ParallelSizes(2, 1))
+    return tmp_path / "m"
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/owned",)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda f: cut(f / "__1_0.distcp"), "__1_0.distcp"),
+        (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp"),
+        (lambda f: cut(f / ".metadata"), ".metadata"),
+        (lambda f: (f / ".metadata").unlink(), "distributed checkpoint"),
+        (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())), "posix.system"),
+        (lambda f: (f / "__0_0.distcp").write_bytes(b"x" * (f / "__0_0.distcp").stat().st_size), "embedding.word"),
+        (lambda f: edit_config(f, num_hidden_layers=3), r"decoder\.layers.*\(3, "),
+        (lambda f: edit_config(f, vocab_size=1000), "embedding.word_embeddings"),
+        (lambda f: edit_config(f, tie_word_embeddings=True), "output_layer.weight"),
+        (lambda f: edit_config(f, architectures=["LlamaForCausalLM"]), "linear_qkv.bias"),
+        (lambda f: edit_config(f, architectures=["Qwen3ForCausalLM"]), "q_layernorm"),
+        (lambda f: (f / "config.json").unlink(), "config.json"),
+    ],
+)
+def test_a_wrong_checkpoint_is_named_and_leaves_nothing(spoil, named, converted, tmp_path):
+    spoil(converted)
+    with pytest.raises(UserError, match=named):
+        megatron_to_hf(converted, tmp_path / "back")
+    assert not (tmp_path / "back").exists() and not list(tmp_path.glob(".*"))
+
+
+def test_two_conversions_at_once(tiny, tmp_path, monkeypatch):
+    read = hf_files.HFFolder.read
+
+    def second_meanwhile(self, weight):
+        monkeypatch.setattr(hf_files.HFFolder, "read", read)
+        with pytest.raises(UserError, match="at work"):
+            hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
+        return read(self, weight)
+
+    monkeypatch.setattr(hf_files.HFFolder, "read", second_meanwhile)
+    hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
+    megatron_to_hf(tmp_path / "m", tmp_path / "back")
+    assert_same(tensors_of(tmp_path / "back"), tensors_of(tiny))
+
+
+def test_the_index_is_read_by_its_list_alone(converted):
+    parts, sizes = dist_index.read_index(converted)
+    assert sizes["decoder.layers.mlp.linear_fc1.weight"] == (2, 192, 64)
+    assert len(parts["decoder.layers.mlp.linear_fc1.weight"]) == 2 * 2 * 2
