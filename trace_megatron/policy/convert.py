@@ -24,8 +24,9 @@ from trace_megatron.errors import UserError
 from trace_megatron.log import say
 from trace_megatron.policy.dist_files import MegatronFolder, MegatronWriter
 from trace_megatron.policy.dist_index import Part, part_to_json
-from trace_megatron.policy.hf_config import HFModelConfig, check_shapes, read_hf_config
+from trace_megatron.policy.hf_config import HFModelConfig, read_hf_config
 from trace_megatron.policy.hf_files import HFFolder, HFWriter, copy_companions
+from trace_megatron.policy.layout import check_tensor_parallel
 from trace_megatron.policy.names import ParallelSizes, Weight, checkpoint_keys, model_weights
 from trace_megatron.types import TensorInfo
 
@@ -44,7 +45,7 @@ def hf_to_megatron(source: str | Path, target: str | Path, ranks: ParallelSizes)
     """
     source, target = Path(source), Path(target)
     hf = read_hf_config(source)
-    check_shapes(hf, tensor=ranks.tensor, pipeline=ranks.pipeline, expert=ranks.expert, names=("--tp", "--pp", "--ep"))
+    _check_ranks(hf, ranks)
     weights = _exported(hf)
     folder = HFFolder(source, model_weights(hf))
     _check_dtypes(folder, weights, source)
@@ -205,6 +206,19 @@ def _stream(weights: Sequence[Weight], sizes: Sequence[int], write: Any, writer:
 
 def _exported(hf: HFModelConfig) -> list[Weight]:
     return [weight for weight in model_weights(hf) if not weight.is_copy]
+
+
+def _check_ranks(hf: HFModelConfig, ranks: ParallelSizes) -> None:
+    for option, size in (("--tp", ranks.tensor), ("--pp", ranks.pipeline), ("--ep", ranks.expert)):
+        if size < 1:
+            raise UserError(f"expected {option} of at least 1, found {size}")
+    check_tensor_parallel(hf, ranks.tensor, "--tp")
+    if ranks.pipeline > hf.num_layers:
+        raise UserError(f"expected --pp of at most the model's {hf.num_layers} layers, found {ranks.pipeline}")
+    if ranks.expert > 1 and not hf.num_experts:
+        raise UserError(f"expected --ep 1 for a model without experts, found {ranks.expert}")
+    if hf.num_experts % ranks.expert:
+        raise UserError(f"expected --ep to divide the model's {hf.num_experts} experts, found {ranks.expert}")
 
 
 def _check_dtypes(folder: HFFolder, weights: Sequence[Weight], source: Path) -> None:

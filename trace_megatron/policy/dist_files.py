@@ -16,10 +16,12 @@ from typing import BinaryIO
 import torch
 from torch.distributed.checkpoint.utils import _create_file_view
 
+from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
 from trace_megatron.policy.dist_index import INDEX, Part, read_index, write_index
 from trace_megatron.policy.hf_config import HFModelConfig
 from trace_megatron.policy.hf_files import file_stamp
+from trace_megatron.policy.layout import split_layers
 from trace_megatron.policy.names import (
     Layout,
     ParallelSizes,
@@ -136,7 +138,8 @@ class MegatronWriter:
         self._folder, self._hf, self._ranks = folder, hf, ranks
         self._parts = list(parts)
         self._files: dict[str, BinaryIO] = {}
-        self._vocab_size = -(-hf.vocab_size // ranks.tensor) * ranks.tensor
+        counts = split_layers(hf, PolicyConfig(pipeline_parallel=ranks.pipeline))
+        self._stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
 
     def write(self, weight: Weight, tensors: list[torch.Tensor]) -> list[Part]:
         """Store a weight's HF tensors; returns what was stored."""
@@ -154,9 +157,9 @@ class MegatronWriter:
     def write_extra_states(self) -> None:
         """Empty objects that Megatron's layers ask for when they load: Transformer Engine keeps FP8 scales there."""
         file = self._file(0)
+        stored = io.BytesIO()
+        torch.save([None], stored)
         for key in _extra_states(self._hf):
-            stored = io.BytesIO()
-            torch.save([None], stored)
             start = file.seek(0, os.SEEK_END)
             file.write(stored.getbuffer())
             self._parts.append(Part(key, (), (), "", Path(file.name).name, start, stored.tell()))
@@ -186,7 +189,7 @@ class MegatronWriter:
 
     def _stage(self, weight: Weight) -> int:
         if weight.layer is not None:
-            return weight.layer // (self._hf.num_layers // self._ranks.pipeline)
+            return self._stages[weight.layer]
         return (
             0
             if weight.layout is Layout.VOCAB and weight.megatron[0].startswith("embedding.")

@@ -23,23 +23,24 @@ def check_parallel(model: HFModelConfig, policy: PolicyConfig) -> None:
     ):
         if getattr(policy, name) < 1:
             raise UserError(f"expected policy.{name} of at least 1, found {getattr(policy, name)}")
-    if model.num_heads % tensor:
-        raise UserError(
-            f"expected policy.tensor_parallel to divide the model's {model.num_heads} attention heads, found {tensor}"
-        )
-    if model.num_kv_heads % tensor and tensor % model.num_kv_heads:
-        raise UserError(
-            f"expected policy.tensor_parallel to divide the model's {model.num_kv_heads} key-value heads or to be "
-            f"a multiple of them, found {tensor}"
-        )
-    if not model.num_experts and model.ffn_size % tensor:
-        raise UserError(
-            f"expected policy.tensor_parallel to divide the model's feed-forward size {model.ffn_size}, found {tensor}"
-        )
+    check_tensor_parallel(model, tensor, "policy.tensor_parallel")
     if policy.sequence_parallel and tensor == 1:
         raise UserError("expected policy.tensor_parallel above 1 with policy.sequence_parallel, found 1: turn it off")
     _check_experts(model, policy)
     _check_pipeline(model, policy)
+
+
+def check_tensor_parallel(model: HFModelConfig, size: int, option: str) -> None:
+    """Raise UserError, with the option's name, if ``size`` ranks cannot share the model's matrices."""
+    if model.num_heads % size:
+        raise UserError(f"expected {option} to divide the model's {model.num_heads} attention heads, found {size}")
+    if model.num_kv_heads % size and size % model.num_kv_heads:
+        raise UserError(
+            f"expected {option} to divide the model's {model.num_kv_heads} key-value heads or to be a multiple of "
+            f"them, found {size}"
+        )
+    if not model.num_experts and model.ffn_size % size:
+        raise UserError(f"expected {option} to divide the model's feed-forward size {model.ffn_size}, found {size}")
 
 
 def split_layers(model: HFModelConfig, policy: PolicyConfig) -> list[int]:
