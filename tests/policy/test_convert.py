@@ -53,7 +53,7 @@ def test_there_and_back_at_every_layout(family, tmp_path):
             ep = tp if family == "qwen3_moe" and 4 % tp == 0 else 1
             converted, back = tmp_path / f"{index}-{tp}{pp}{ep}", tmp_path / f"{index}-{tp}{pp}{ep}-back"
             hf_to_megatron(source, converted, ParallelSizes(tp, pp, ep))
-            assert len(list(converted.glob("*.distcp"))) == tp * pp * ep
+            assert len(list(converted.glob("*.distcp"))) == max(tp, ep) * pp
             megatron_to_hf(converted, back)
             assert_same(tensors_of(back), expected)
             assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())

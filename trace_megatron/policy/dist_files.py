@@ -143,11 +143,12 @@ class MegatronWriter:
 
     def write(self, weight: Weight, tensors: list[torch.Tensor]) -> list[Part]:
         """Store a weight's HF tensors; returns what was stored."""
-        lead, new = _lead(weight), []
-        stage = self._stage(weight)
-        owner = 0 if weight.expert is None else expert_owner(self._hf, weight.expert, self._ranks.expert)
-        for tensor_rank, offset, piece in _cut(weight, tensors, self._hf, self._ranks.tensor):
-            file = self._file(self._ranks.index(tensor_rank, owner, stage))
+        lead, new, size = _lead(weight), [], self._ranks.tensor
+        first = self._stage(weight) * self._ranks.per_stage
+        if weight.expert is not None:  # whole on one rank
+            size, first = 1, first + expert_owner(self._hf, weight.expert, self._ranks.expert)
+        for rank, offset, piece in _cut(weight, tensors, self._hf, size):
+            file = self._file(first + rank)
             for key in _written_keys(weight, self._hf):
                 stored = piece.view((1,) * len(lead) + piece.shape)
                 new.append(_save(stored, key, (*lead, *offset), file))

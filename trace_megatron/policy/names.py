@@ -61,15 +61,17 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """Sizes of a parallel layout; experts are cut over the tensor-parallel ranks too."""
+    """Sizes of a parallel layout; an expert is whole on one rank."""
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
 
-    def index(self, tensor_rank: int, expert_rank: int, stage: int) -> int:
-        """A rank's number in Megatron's order."""
-        return tensor_rank + self.tensor * (expert_rank + self.expert * stage)
+    @property
+    def per_stage(self) -> int:
+        """Ranks of a pipeline stage: each holds its share of the dense parameters, and experts if it is among the first
+        ``expert`` ones."""
+        return max(self.tensor, self.expert)
 
 
 def model_weights(hf: HFModelConfig) -> list[Weight]:
