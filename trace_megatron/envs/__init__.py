@@ -31,6 +31,12 @@ def _python_tool(params: Mapping[str, Any]) -> Environment:
     return PythonTool(**params)
 
 
+def _retrieval(params: Mapping[str, Any]) -> Environment:
+    from trace_megatron.envs.retrieval import Retrieval
+
+    return Retrieval(**params)
+
+
 def _bfcl(params: Mapping[str, Any]) -> Environment:
     from trace_megatron.envs.bfcl import BFCL
 
@@ -40,6 +46,7 @@ def _bfcl(params: Mapping[str, Any]) -> Environment:
 _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     "reasoning_gym": _reasoning_gym,
     "python_tool": _python_tool,
+    "retrieval": _retrieval,
     "bfcl": _bfcl,
 }
 

@@ -1,0 +1,220 @@
+"""Questions that take several searches to answer: a policy calls the tool ``search`` and then says its answer.
+
+An action with tool calls is answered by passages. An action without one is the answer: what stands between the last
+<answer> and </answer>, else behind the last "Answer:", else its last line. The reward is ``rewards.qa_reward``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trace_megatron.envs.rewards import qa_reward
+from trace_megatron.errors import UserError
+from trace_megatron.retrieval.client import RetrievalClient, RetrievalError
+from trace_megatron.retrieval.index import read_description
+from trace_megatron.retrieval.local import LocalServer
+from trace_megatron.retrieval.passages import Passage
+from trace_megatron.rollout.env import Transition
+from trace_megatron.rollout.tool_calls import ToolCall, parse_action
+from trace_megatron.types import Task
+
+_SYSTEM = (
+    "Answer the question. Look up what you need with the tool `search`; several searches may be necessary, one for "
+    "each fact. Then give the final answer, as short as possible and nothing else, between <answer> and </answer>."
+)
+
+SEARCH_TOOL: Mapping[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Find passages of an encyclopedia.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "description": "What to look for."}},
+            "required": ["query"],
+        },
+    },
+}
+
+_ANSWER_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.S | re.I)
+_MAX_CALLS = 8  # of one action
+_QUOTES = "*`\"' "
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalState:
+    """A question in play; a value, so that several continuations may step from it."""
+
+    answers: tuple[str, ...]
+    """Any of them is right."""
+    num_searches: int = 0
+
+
+class Retrieval:
+    """Environment over question files and an index of passages."""
+
+    def __init__(
+        self,
+        train: str | Sequence[str] = (),
+        validation: str | Sequence[str] = (),
+        index: str = "",
+        url: str = "",
+        num_passages: int = 3,
+        max_passage_chars: int = 1200,
+        timeout_s: float = 30.0,
+        **unknown: Any,
+    ) -> None:
+        """``train``, ``validation``: JSONL files of {"id", "question", "answers"}; a question of both is validation's.
+
+        ``index``: a folder, for which a server is started here; ``url``: or a server that runs already.
+        ``num_passages`` of a search, each cut after ``max_passage_chars``. Raises UserError on bad input.
+        """
+        if unknown:
+            known = ("train", "validation", "index", "url", "num_passages", "max_passage_chars", "timeout_s")
+            name = next(iter(unknown))
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise UserError(f"unknown parameter of env.params '{name}': did you mean '{nearest[0]}'?")
+        if bool(index) == bool(url):
+            raise UserError("expected either env.params.index or env.params.url, found " + ("both" if url else "none"))
+        if num_passages < 1 or max_passage_chars < 1 or timeout_s <= 0:
+            raise UserError("expected positive env.params num_passages, max_passage_chars and timeout_s")
+        held_out = _read_questions(validation)
+        shown = {task.payload["question"] for task in held_out}
+        training = [task for task in _read_questions(train) if task.payload["question"] not in shown]
+        self._tasks = {"train": training, "validation": held_out}
+        self._num_passages, self._max_passage_chars = num_passages, max_passage_chars
+        if index:
+            read_description(index)
+        self._connection = _Connection(index, url, timeout_s)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The questions of a split's files."""
+        if split not in self._tasks:
+            raise UserError(f"expected a split of {', '.join(self._tasks)}, found '{split}'")
+        return self._tasks[split]
+
+    async def reset(self, task: Task) -> RetrievalState:
+        await self._connection.open()
+        return RetrievalState(tuple(task.payload["answers"]))
+
+    async def step(self, state: RetrievalState, action: str) -> Transition:
+        """Search, or judge the answer. Raises RetrievalError where the server does not answer."""
+        parsed = parse_action(action)
+        if not parsed.calls and not parsed.errors:
+            answer = extract_answer(parsed.content or "")
+            reward = qa_reward(answer, state.answers)
+            return Transition(state, (), reward, True, {"answer": answer, "searches": state.num_searches})
+        calls = parsed.calls[:_MAX_CALLS]
+        contents = await asyncio.gather(*(self._answer(call) for call in calls))
+        names = [call.name for call in calls] + ["search"] * len(parsed.errors)
+        observation = tuple(
+            {"role": "tool", "name": name, "content": content}
+            for name, content in zip(names, (*contents, *map(_error_text, parsed.errors)), strict=True)
+        )
+        state = dataclasses.replace(state, num_searches=state.num_searches + len(calls))
+        return Transition(state, observation, 0.0, False, {"searches": state.num_searches})
+
+    async def close(self) -> None:
+        """End the connections, and the server if it was started here."""
+        await self._connection.close()
+
+    async def _answer(self, call: ToolCall) -> str:
+        query = call.arguments.get("query") if isinstance(call.arguments, Mapping) else None
+        if call.name != "search":
+            return _error_text(f"expected the tool search, found {call.name}")
+        if not isinstance(query, str) or not query.strip():
+            return _error_text('expected the arguments {"query": "<text>"}')
+        passages = await self._connection.client.search(query, self._num_passages)
+        return (
+            "\n\n".join(
+                _passage_text(number, passage, self._max_passage_chars)
+                for number, passage in enumerate(passages, start=1)
+            )
+            or "No passage was found."
+        )
+
+
+def extract_answer(text: str) -> str:
+    """The answer in the text of a final action."""
+    if tagged := _ANSWER_TAG.findall(text):
+        return tagged[-1].strip()
+    _, found, rest = text.rpartition("Answer:")
+    lines = (rest if found else text).strip().splitlines() or [""]
+    return lines[0 if found else -1].strip(_QUOTES)
+
+
+class _Connection:
+    """A client, and for an index folder the server behind it; opened by the first rollout that needs it."""
+
+    def __init__(self, index: str, url: str, timeout_s: float) -> None:
+        self._server = LocalServer(index) if index else None
+        self._url, self._timeout_s = url, timeout_s
+        self._opening = asyncio.Lock()
+        self._failure: RetrievalError | None = None
+        self.client: RetrievalClient | None = None
+
+    async def open(self) -> None:
+        async with self._opening:
+            if self._failure:  # it would fail for every rollout again, each time after a while
+                raise RetrievalError(*self._failure.args)
+            if self.client:
+                return
+            try:
+                url = await self._server.start() if self._server else self._url
+            except RetrievalError as error:
+                self._failure = error
+                raise
+            explain = self._server.failure if self._server else lambda: ""
+            self.client = RetrievalClient(url, timeout_s=self._timeout_s, explain=explain)
+
+    async def close(self) -> None:
+        if self.client:
+            await self.client.close()
+            self.client = None
+        if self._server:
+            await self._server.stop()
+
+
+def _read_questions(paths: str | Sequence[str]) -> list[Task]:
+    tasks: dict[str, Task] = {}
+    for path in map(Path, [paths] if isinstance(paths, str) and paths else paths):
+        if not path.is_file():
+            raise UserError(f"expected questions as JSONL, found nothing at '{path}'")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if line.strip():
+                task = _parse_question(line, f"{path.stem}-{number}", f"{path}, line {number}")
+                tasks[task.task_id] = task
+    return list(tasks.values())
+
+
+def _parse_question(line: str, default_id: str, where: str) -> Task:
+    try:
+        record: Any = json.loads(line)
+        question, answers = record["question"], record["answers"]
+        texts = [question, *answers] if isinstance(answers, list) and answers else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f'expected {{"id", "question", "answers": [text, ...]}} in {where}, found {line[:80]!r}'
+        ) from None
+    messages = ({"role": "system", "content": _SYSTEM}, {"role": "user", "content": question.strip()})
+    payload = {"question": question.strip(), "answers": list(answers)}
+    return Task(str(record.get("id", default_id)), messages, payload, tools=(SEARCH_TOOL,))
+
+
+def _passage_text(number: int, passage: Passage, max_chars: int) -> str:
+    text = passage.text if len(passage.text) <= max_chars else passage.text[:max_chars].rsplit(" ", 1)[0] + " ..."
+    return f"[{number}] {passage.title}\n{text}" if passage.title else f"[{number}] {text}"
+
+
+def _error_text(message: str) -> str:
+    return f"Error: {message}"
