@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
@@ -21,12 +22,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A visited history, with all that a continuation needs to start there."""
+    """A visited history, with all that a continuation needs to start there.
 
-    token_ids: tuple[int, ...]
-    """Prompt, then actions and observations."""
+    A chain, which shares its ids with the turns: whole histories of thousands of open episodes would need their memory
+    once more for every turn.
+    """
+
+    before: Visit | None
+    """The history one turn earlier; None at the prompt."""
+    added_ids: tuple[tuple[int, ...], ...]
+    """The prompt, or the last turn's action and observation."""
+    num_tokens: int
+    """Of the whole history."""
     env_state: Any
     """The environment's state after the history's last action."""
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Prompt, then actions and observations."""
+        chain: list[tuple[int, ...]] = []
+        here: Visit | None = self
+        while here:
+            chain.extend(reversed(here.added_ids))
+            here = here.before
+        return tuple(itertools.chain.from_iterable(reversed(chain)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +104,15 @@ class EpisodeRunner:
         return Episode(self._rollout(anchor, run), tuple(run.visits))
 
     async def _open(self, prompt: Prompt) -> Visit:
-        return Visit(prompt.token_ids, await self._ask(self._environment.reset(prompt.task)))
+        state = await self._ask(self._environment.reset(prompt.task))
+        return Visit(None, (prompt.token_ids,), len(prompt.token_ids), state)
 
     async def _act(self, prompt: Prompt, here: Visit, seed: int) -> Completion:
         config = self._config
         settings = SamplingSettings(
             config.temperature,
             config.top_p,
-            min(config.max_new_tokens, self._room(prompt, here.token_ids)),
+            min(config.max_new_tokens, self._room(prompt, here.num_tokens)),
             self._renderer.stop_token_ids,
         )
         completion = await self._engine.generate(here.token_ids, settings, seed)
@@ -132,18 +152,18 @@ class EpisodeRunner:
         observation_ids = self._renderer.observation_ids(
             transition.observation, completion.token_ids, prompt.task.messages, prompt.task.tools
         )
-        token_ids = here.token_ids + completion.token_ids + observation_ids
-        if self._room(prompt, token_ids) < 1:
+        num_tokens = here.num_tokens + len(completion.token_ids) + len(observation_ids)
+        if self._room(prompt, num_tokens) < 1:
             run.status = RolloutStatus.TRUNCATED
             return None
         run.turns[-1] = dataclasses.replace(run.turns[-1], observation_ids=observation_ids)
-        run.visits.append(Visit(token_ids, transition.state))
+        run.visits.append(Visit(here, (completion.token_ids, observation_ids), num_tokens, transition.state))
         return run.visits[-1]
 
-    def _room(self, prompt: Prompt, token_ids: tuple[int, ...]) -> int:
-        """Tokens that may still follow a history."""
+    def _room(self, prompt: Prompt, num_tokens: int) -> int:
+        """Tokens that may still follow a history of ``num_tokens``."""
         limit = min(len(prompt.token_ids) + self._config.max_response_tokens, self._max_model_len)
-        return int(limit) - len(token_ids)
+        return int(limit) - num_tokens
 
     async def _ask(self, call: Awaitable[T]) -> T:
         try:
