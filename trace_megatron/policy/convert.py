@@ -27,7 +27,7 @@ from trace_megatron.policy.dist_index import Part, part_to_json
 from trace_megatron.policy.hf_config import HFModelConfig, read_hf_config
 from trace_megatron.policy.hf_files import HFFolder, HFWriter, copy_companions
 from trace_megatron.policy.layout import check_tensor_parallel
-from trace_megatron.policy.names import ParallelSizes, Weight, checkpoint_keys, model_weights
+from trace_megatron.policy.names import ParallelSizes, Weight, checkpoint_keys, exported_weights, model_weights
 from trace_megatron.types import TensorInfo
 
 _COMMIT_BYTES = 2**30
@@ -46,7 +46,7 @@ def hf_to_megatron(source: str | Path, target: str | Path, ranks: ParallelSizes)
     source, target = Path(source), Path(target)
     hf = read_hf_config(source)
     _check_ranks(hf, ranks)
-    weights = _exported(hf)
+    weights = exported_weights(hf)
     folder = HFFolder(source, model_weights(hf))
     _check_dtypes(folder, weights, source)
     sizes = [sum(folder.dtype(name).itemsize * math.prod(shape) for name, shape in w.hf.items()) for w in weights]
@@ -75,7 +75,7 @@ def megatron_to_hf(source: str | Path, target: str | Path, like: str | Path | No
     if not (like / "config.json").is_file():
         raise UserError(f"expected config.json in '{like}', found none: name the model's HF folder with --like")
     hf = read_hf_config(like)
-    weights = _exported(hf)
+    weights = exported_weights(hf)
     folder = MegatronFolder(source, weights, hf)
     infos = [TensorInfo(name, shape, folder.dtype(weight)) for weight in weights for name, shape in weight.hf.items()]
     sizes = [sum(folder.dtype(w).itemsize * math.prod(shape) for shape in w.hf.values()) for w in weights]
@@ -202,10 +202,6 @@ def _stream(weights: Sequence[Weight], sizes: Sequence[int], write: Any, writer:
                 work.commit()
                 uncommitted = 0
             progress.advance(task, size)
-
-
-def _exported(hf: HFModelConfig) -> list[Weight]:
-    return [weight for weight in model_weights(hf) if not weight.is_copy]
 
 
 def _check_ranks(hf: HFModelConfig, ranks: ParallelSizes) -> None:

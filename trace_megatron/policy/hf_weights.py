@@ -19,7 +19,15 @@ from trace_megatron.policy.dist_files import MegatronFolder
 from trace_megatron.policy.dist_index import is_megatron_folder
 from trace_megatron.policy.hf_config import HFModelConfig
 from trace_megatron.policy.hf_files import HFFolder, HFWriter, copy_companions
-from trace_megatron.policy.names import Weight, expert_owner, from_shards, model_weights, named_parameters, to_shard
+from trace_megatron.policy.names import (
+    Weight,
+    expert_owner,
+    exported_weights,
+    from_shards,
+    model_weights,
+    named_parameters,
+    to_shard,
+)
 from trace_megatron.types import TensorInfo
 
 
@@ -33,9 +41,9 @@ def load_hf_weights(model_chunks: Sequence[torch.nn.Module], folder: str | Path,
     parameters = named_parameters(model_chunks)
     source = MegatronFolder(folder, weights, hf) if is_megatron_folder(folder) else HFFolder(folder, weights)
     for weight in weights:
-        parameter = _take(parameters, weight)
+        parameter = take_parameter(parameters, weight)
         if parameter is not None:
-            group = _tensor_group(weight)
+            group = tensor_group(weight)
             shard = to_shard(weight, source.read(weight), hf, group.rank(), group.size())
             assert shard.shape == parameter.shape, f"{weight.megatron[0]}: {shard.shape}, {parameter.shape}"
             parameter.copy_(shard)
@@ -44,7 +52,7 @@ def load_hf_weights(model_chunks: Sequence[torch.nn.Module], folder: str | Path,
 
 def hf_tensor_infos(hf: HFModelConfig, dtype: torch.dtype) -> list[TensorInfo]:
     """Name, shape and dtype of every tensor of ``iter_hf_weights`` for a policy of this dtype, in its order."""
-    return [TensorInfo(name, shape, dtype) for weight in _exported(hf) for name, shape in weight.hf.items()]
+    return [TensorInfo(name, shape, dtype) for weight in exported_weights(hf) for name, shape in weight.hf.items()]
 
 
 @torch.no_grad()
@@ -58,9 +66,9 @@ def iter_hf_weights(
     """
     parameters = named_parameters(model_chunks)
     like = next(iter(parameters.values()))
-    stages = _layer_stages(model_chunks)
-    for weight in _exported(hf):
-        tensors = _collect(weight, _take(parameters, weight), hf, like, _stage(weight, stages))
+    stages = layer_stages(model_chunks)
+    for weight in exported_weights(hf):
+        tensors = _collect(weight, take_parameter(parameters, weight), hf, like, stage_of(weight, stages))
         yield from zip(weight.hf, tensors or [None] * len(weight.hf), strict=True)
 
 
@@ -97,11 +105,7 @@ def export_hf(
         collections.deque(stream, maxlen=0)  # after a failure the other ranks still wait to send
 
 
-def _exported(hf: HFModelConfig) -> list[Weight]:
-    return [weight for weight in model_weights(hf) if not weight.is_copy]
-
-
-def _take(parameters: dict[str, torch.nn.Parameter], weight: Weight) -> torch.nn.Parameter | None:
+def take_parameter(parameters: dict[str, torch.nn.Parameter], weight: Weight) -> torch.nn.Parameter | None:
     """Remove and return the weight's parameter; None where another pipeline stage holds it."""
     found = [parameters.pop(name) for name in weight.megatron if name in parameters]
     return found[0] if found else None
@@ -123,7 +127,7 @@ def _collect(
     if replica != 0:
         return None
     tensors = _gather(weight, parameter, hf) if parameter is not None else None
-    if _tensor_group(weight).rank() != 0:
+    if tensor_group(weight).rank() != 0:
         return None
     if experts and parallel_state.get_pipeline_model_parallel_rank() == stage:
         group = parallel_state.get_expert_model_parallel_group()
@@ -133,7 +137,7 @@ def _collect(
     return _to_first(tensors, stage, parallel_state.get_pipeline_model_parallel_group(), weight, like)
 
 
-def _tensor_group(weight: Weight) -> dist.ProcessGroup:
+def tensor_group(weight: Weight) -> dist.ProcessGroup:
     """The ranks that share the weight."""
     if weight.expert is not None:
         return parallel_state.get_expert_tensor_parallel_group()
@@ -142,7 +146,7 @@ def _tensor_group(weight: Weight) -> dist.ProcessGroup:
 
 def _gather(weight: Weight, parameter: torch.Tensor, hf: HFModelConfig) -> list[torch.Tensor] | None:
     """The weight's HF tensors on the first rank of its tensor-parallel group; None on the others."""
-    group = _tensor_group(weight)
+    group = tensor_group(weight)
     shards = [parameter.detach()]
     if group.size() > 1 and weight.layout.split_axis is not None:
         shards = [torch.empty_like(parameter) for _ in range(group.size())] if group.rank() == 0 else None
@@ -164,7 +168,7 @@ def _to_first(
     return tensors if group.rank() == 0 else None
 
 
-def _layer_stages(model_chunks: Sequence[torch.nn.Module]) -> list[int]:
+def layer_stages(model_chunks: Sequence[torch.nn.Module]) -> list[int]:
     """The pipeline stage of every layer of the model."""
     config = model_chunks[0].config
     if config.pipeline_model_parallel_layout is None:
@@ -179,7 +183,7 @@ def _layer_stages(model_chunks: Sequence[torch.nn.Module]) -> list[int]:
     ]
 
 
-def _stage(weight: Weight, layer_stages: Sequence[int]) -> int:
+def stage_of(weight: Weight, layer_stages: Sequence[int]) -> int:
     """The pipeline stage that holds the weight."""
     if weight.layer is not None:
         return layer_stages[weight.layer]

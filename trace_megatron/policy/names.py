@@ -86,6 +86,11 @@ def model_weights(hf: HFModelConfig) -> list[Weight]:
     return [embedding, *layers, norm, head]
 
 
+def exported_weights(hf: HFModelConfig) -> list[Weight]:
+    """All but copies: every HF tensor once."""
+    return [weight for weight in model_weights(hf) if not weight.is_copy]
+
+
 def _layer_weights(hf: HFModelConfig) -> list[Weight]:
     hidden, head_dim = hf.hidden_size, hf.head_dim
     queries, keys = hf.num_heads * head_dim, hf.num_kv_heads * head_dim
@@ -169,21 +174,26 @@ def to_shard(weight: Weight, tensors: list[torch.Tensor], hf: HFModelConfig, ran
 
 
 def from_shards(weight: Weight, shards: list[torch.Tensor], hf: HFModelConfig) -> list[torch.Tensor]:
-    """The HF tensors ``weight.hf``, from what the tensor-parallel ranks hold, in the ranks' order."""
+    """The HF tensors ``weight.hf``, from what the tensor-parallel ranks hold, in the ranks' order; views of a single
+    rank's shard where they can be."""
     match weight.layout:
         case Layout.WHOLE:
             return [shards[0]]
         case Layout.COLUMNS:
-            return [torch.cat(shards, dim=1)]
+            return [_join(shards, dim=1)]
         case Layout.VOCAB:
-            return [torch.cat(shards)[: hf.vocab_size]]
+            return [_join(shards)[: hf.vocab_size]]
         case Layout.QKV:
-            grouped = torch.cat(shards)
+            grouped = _join(shards)
             grouped = grouped.view(hf.num_kv_heads, -1, *grouped.shape[1:])
             rows = [hf.num_heads // hf.num_kv_heads * hf.head_dim, hf.head_dim, hf.head_dim]
             return [part.flatten(0, 1) for part in grouped.split(rows, dim=1)]
         case Layout.GATE_UP:
-            return [torch.cat(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+            return [_join(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
+
+
+def _join(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    return shards[0] if len(shards) == 1 else torch.cat(tuple(shards), dim=dim)
 
 
 def checkpoint_keys(weight: Weight) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
@@ -26,7 +26,7 @@ class PolicySource(WeightSource):
         self.num_bytes = 0
 
     def metadata(self) -> list[ParamMeta]:
-        return [ParamMeta(info.name, info.dtype, info.shape) for info in self._infos.values()]
+        return _metadata(self._infos.values())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._tensors:
@@ -40,3 +40,39 @@ class PolicySource(WeightSource):
                 )
             self.num_bytes += tensor.numel() * tensor.itemsize
             yield name, tensor
+
+
+class RankSource(WeightSource):
+    """Of one trainer rank, for the backends that run on all of them; every ``iter`` is a fresh pass.
+
+    ``held`` None: each rank yields every tensor whole (``policy.live_weights.iter_full_weights``), as ``ipc`` and
+    ``nccl`` ask. Else the names that this rank holds (``iter_held_weights``, ``held_names``), as ``nccl_m2n`` and the
+    RDT backend ask: names come in metadata order, None for what others hold, and of groups of which this rank holds
+    nothing none at all.
+    """
+
+    def __init__(
+        self,
+        infos: Sequence[TensorInfo],
+        iterate: Callable[[], Iterator[tuple[str, torch.Tensor | None]]],
+        held: Collection[str] | None = None,
+    ):
+        self._infos = infos
+        self._iterate = iterate
+        self._held = held
+
+    def metadata(self) -> list[ParamMeta]:
+        return _metadata(self._infos)
+
+    def held_names(self) -> Collection[str] | None:
+        return self._held
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        names = {name for group in self.groups() for name in group}
+        for name, tensor in self._iterate():
+            if name in names:
+                yield name, tensor
+
+
+def _metadata(infos: Iterable[TensorInfo]) -> list[ParamMeta]:
+    return [ParamMeta(info.name, info.dtype, info.shape) for info in infos]
