@@ -17,7 +17,7 @@ from trace_megatron.errors import RolloutError, UserError, WeightSyncError
 from trace_megatron.log import progress, say
 from trace_megatron.metrics import MetricsWriter, StepMetrics, read_lines
 from trace_megatron.policy.worker import Policy
-from trace_megatron.predictor import ConstantPredictor, TimedScores, build_predictor
+from trace_megatron.predictor import ConstantPredictor, NeuralPredictor, Predictor, TimedScores, build_predictor
 from trace_megatron.report.lines import describe_failures, describe_step, describe_totals
 from trace_megatron.rollout.collector import Collector
 from trace_megatron.rollout.engine import EngineError
@@ -54,13 +54,14 @@ def train(folder: RunFolder, resume: bool) -> None:
         seed=config.run.seed,
     )
     with policy:
+        predictor = build_predictor(config.predictor, config.run.seed, replicas=policy.shared_ranks)
         if not policy.is_driver:
-            policy.serve()
+            policy.serve(predictor.repeat if isinstance(predictor, NeuralPredictor) else None)
             return
         checkpoint = folder.latest_checkpoint() if resume else None
         if checkpoint:  # before the engine starts: a checkpoint of another shape is refused at once
             policy.load_checkpoint(checkpoint / "policy")
-        with _build_parts(config, policy) as parts:
+        with _build_parts(config, policy, predictor or ConstantPredictor()) as parts:
             drive(parts, folder, checkpoint)
 
 
@@ -94,9 +95,8 @@ def drive(parts: Parts, folder: RunFolder, checkpoint: Path | None) -> None:
 
 
 @contextmanager
-def _build_parts(config: Config, policy: Policy) -> Iterator[Parts]:
+def _build_parts(config: Config, policy: Policy, predictor: Predictor) -> Iterator[Parts]:
     with asyncio.Runner() as loop, open_sampling(config, loop) as sampling:
-        predictor = build_predictor(config.predictor, config.run.seed) or ConstantPredictor()
         prefix_scores = TimedScores(predictor)
         selector = build_selector(config.method, config.budget)
         yield Parts(

@@ -10,8 +10,8 @@ from test_value_model import predictor_for
 
 from trace_megatron.algorithm.tree import prefix_anchors
 from trace_megatron.predictor.key_values import KeyValuePages
-from trace_megatron.predictor.pack import PAGE_TOKENS, pack_histories
-from trace_megatron.predictor.score import score_histories
+from trace_megatron.predictor.pack import PAGE_TOKENS, history_paths, pack_histories
+from trace_megatron.predictor.score import score_paths
 from trace_megatron.types import ROOT, RolloutTree
 
 OPENING = list(range(1, 25))  # of every prompt: one whole page and a half
@@ -36,6 +36,12 @@ def long_trees(num_trees, seed=0):
 
 def roots(trees):
     return [(RolloutTree(tree.prompt, ()), (ROOT,)) for tree in trees]
+
+
+def score_histories(model, requests, tokens_per_forward, pages=None, keep=False):
+    scores = np.zeros(sum(len(anchors) for _, anchors in requests))
+    score_paths(model, history_paths(requests), tokens_per_forward, scores, pages, keep)
+    return scores
 
 
 def pages_for(model, max_bytes=1 << 24):

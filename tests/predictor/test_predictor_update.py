@@ -15,7 +15,14 @@ from trace_megatron.config import PredictorConfig
 from trace_megatron.predictor import build_predictor
 from trace_megatron.predictor.diagnostics import spearman
 from trace_megatron.predictor.model import load_value_model
-from trace_megatron.predictor.update import accumulate_gradients, draw_samples, mini_batches, num_prefixes
+from trace_megatron.predictor.pack import history_paths
+from trace_megatron.predictor.update import (
+    accumulate_gradients,
+    as_requests,
+    draw_samples,
+    mini_batches,
+    num_prefixes,
+)
 from trace_megatron.types import ROOT, RolloutTree
 
 MODES = ("leaf_mean", "bare_mean", "path_uniform")
@@ -63,12 +70,18 @@ def test_untrained_outcomes_are_no_targets():
 def test_mini_batches_are_even(batch_size):
     samples = draw_samples(random_trees(1, 50), "leaf_mean", 0.06, np.random.default_rng(0))
     batches = mini_batches(samples, batch_size, np.random.default_rng(1))
-    assert sorted(itertools.chain(*batches), key=samples.index) == samples
+    assert sorted(itertools.chain(*batches)) == list(range(len(samples)))
     assert len(batches) == -(-len(samples) // batch_size)
     sizes = [len(batch) for batch in batches]
-    prefixes = [sum(sample.anchor != ROOT for sample in batch) for batch in batches]
+    prefixes = [sum(samples[index].anchor != ROOT for index in batch) for batch in batches]
     assert max(sizes) <= batch_size
     assert max(sizes) - min(sizes) <= 1 and max(prefixes) - min(prefixes) <= 1
+
+
+def accumulate(model, trees, samples, tokens_per_forward):
+    paths = history_paths(as_requests(trees, samples))
+    targets = np.array([sample.target for sample in samples])
+    return accumulate_gradients(model, paths, targets, len(samples), tokens_per_forward)
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
@@ -94,7 +107,7 @@ def test_packed_gradient_equals_plain_histories_one_by_one(tiny_llama, tokens_pe
     trees = random_trees(2, 5)
     samples = every_sample(trees)
     model = load_value_model(tiny_llama, seed=1)
-    squared_error, _ = accumulate_gradients(model, trees, samples, tokens_per_forward)
+    squared_error, _ = accumulate(model, trees, samples, tokens_per_forward)
     packed = gradients(model)
 
     lm = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32, attn_implementation="sdpa").eval()
@@ -137,12 +150,12 @@ def test_packed_gradient_equals_single_histories_in_float64(family, request):
     trees = random_trees(3, 4)
     samples = every_sample(trees, "path_uniform")
     model = float64_model(request.getfixturevalue(family))
-    accumulate_gradients(model, trees, samples, 8192)
+    accumulate(model, trees, samples, 8192)
     packed = gradients(model)
-    accumulate_gradients(model, trees, samples, 50)
+    accumulate(model, trees, samples, 50)
     assert_gradients_close(gradients(model), packed, 1e-12)
     for sample in samples:
-        accumulate_gradients(model, trees, [sample], 8192)
+        accumulate(model, trees, [sample], 8192)
     alone = {name: gradient / len(samples) for name, gradient in gradients(model).items()}
     assert_gradients_close(packed, alone, 1e-12)
 
@@ -161,7 +174,7 @@ def test_the_step_is_adam_on_the_mean_squared_error(tiny_llama):
     second = {name: torch.zeros_like(p) for name, p in parameters.items()}
     losses = []
     for step in (1, 2):
-        squared_error, _ = accumulate_gradients(reference, trees, samples, 8192)
+        squared_error, _ = accumulate(reference, trees, samples, 8192)
         losses.append(squared_error / len(samples))
         for name, gradient in gradients(reference).items():
             first[name] = 0.9 * first[name] + 0.1 * gradient
@@ -169,7 +182,7 @@ def test_the_step_is_adam_on_the_mean_squared_error(tiny_llama):
             unbiased = (second[name] / (1 - 0.999**step)).sqrt()
             with torch.no_grad():
                 parameters[name] -= 1e-3 * first[name] / (1 - 0.9**step) / (unbiased + 1e-8)
-    after, _ = accumulate_gradients(reference, trees, samples, 8192)
+    after, _ = accumulate(reference, trees, samples, 8192)
     assert stats.loss_before == pytest.approx(losses[0], rel=1e-5)
     assert stats.loss_after == pytest.approx(after / len(samples), rel=1e-3)
     assert stats.loss_after < stats.loss_before

@@ -29,6 +29,8 @@ class Command:
     """JSON values."""
     micro_batches: Sequence[Sequence[TreeBatch]] = ()
     """[data_parallel][num_micro_batches]."""
+    tensors: Sequence[torch.Tensor] = ()
+    """int64, int32, float64 or float32; what calls of other parts need."""
 
 
 def send_command(command: Command, group: dist.ProcessGroup) -> None:
@@ -51,6 +53,7 @@ def encode(command: Command) -> torch.Tensor:
     """The command as uint8: eight bytes of header length, the JSON header, then the tensors' bytes."""
     batches = [batch for row in command.micro_batches for batch in row]
     tensors = [getattr(batch, name).contiguous() for batch in batches for name in _TENSOR_FIELDS]
+    tensors += [tensor.contiguous() for tensor in command.tensors]
     header = {
         "name": command.name,
         "arguments": dict(command.arguments),
@@ -61,7 +64,7 @@ def encode(command: Command) -> torch.Tensor:
     text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
     parts = [torch.tensor([text.numel()]).view(torch.uint8), *_aligned(text)]
     for tensor in tensors:
-        parts += _aligned(tensor.cpu().view(-1).view(torch.uint8))
+        parts += _aligned(_bytes(tensor))
     return torch.cat(parts)
 
 
@@ -82,7 +85,13 @@ def decode(message: torch.Tensor) -> Command:
         [TreeBatch(*(next(fields) for _ in _TENSOR_FIELDS), next(unpacked)) for _ in range(length)]
         for length in header["row_lengths"]
     ]
-    return Command(header["name"], header["arguments"], micro_batches)
+    return Command(header["name"], header["arguments"], micro_batches, list(fields))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.numel():  # NumPy gives an empty array the stride 0, which cannot be viewed as bytes
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.cpu().view(-1).view(torch.uint8)
 
 
 def _padding(num_bytes: int) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,6 +25,27 @@ from trace_megatron.types import TensorInfo, TrainStats, TreeBatch
 
 MicroBatches = Sequence[Sequence[TreeBatch]]
 """[data_parallel][the same number of packs on every replica]."""
+
+
+Repeat = Callable[[Mapping[str, Any], Sequence[torch.Tensor]], None]
+"""What the other ranks do with a call of another part: (JSON values, tensors)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRanks:
+    """The trainer ranks for another part's use, between the policy's own calls."""
+
+    rank: int
+    size: int
+    command_group: dist.ProcessGroup
+
+    def send(self, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """From the driver to what ``Policy.serve`` was given on every other rank."""
+        send_command(Command("repeat", arguments, tensors=tensors), self.command_group)
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Replace ``tensor`` by its sum over the ranks, on all of them."""
+        dist.all_reduce(tensor)
 
 
 class Policy:
@@ -64,6 +85,11 @@ class Policy:
     @property
     def data_parallel_size(self) -> int:
         return self._ranks.data_size
+
+    @property
+    def shared_ranks(self) -> SharedRanks:
+        """All trainer ranks, for a part that computes on them too."""
+        return SharedRanks(self._ranks.rank, self._ranks.world_size, self._ranks.command_group)
 
     @property
     def step(self) -> int:
@@ -171,8 +197,8 @@ class Policy:
 
     # What the other ranks do.
 
-    def serve(self) -> None:
-        """Repeat the driver's calls until it says stop."""
+    def serve(self, repeat: Repeat | None = None) -> None:
+        """Repeat the driver's calls until it says stop; ``repeat`` does what it sends through ``shared_ranks``."""
         while True:
             command = receive_command(self._ranks.command_group)
             match command.name:
@@ -191,6 +217,8 @@ class Policy:
                     self._load_checkpoint(command.arguments["folder"])
                 case "export_hf":
                     self._export_hf(command.arguments["folder"])
+                case "repeat" if repeat is not None:
+                    repeat(command.arguments, command.tensors)
                 case "stop":
                     return
                 case name:

@@ -10,10 +10,18 @@ from trace_megatron.predictor.controls import ConstantPredictor, OraclePredictor
 from trace_megatron.predictor.model import load_value_model
 from trace_megatron.predictor.neural import NeuralPredictor
 from trace_megatron.predictor.protocol import Predictor
+from trace_megatron.predictor.replicas import OneReplica, Replicas
 
 
-def build_predictor(config: PredictorConfig, seed: int, device: torch.device | str | None = None) -> Predictor | None:
+def build_predictor(
+    config: PredictorConfig,
+    seed: int,
+    device: torch.device | str | None = None,
+    replicas: Replicas | None = None,
+) -> Predictor | None:
     """The predictor that ``config.kind`` names, None for ``none``; ``device`` None: a CUDA device where there is one.
+
+    With ``replicas`` on every rank, of which the driver alone calls a predictor's methods.
 
     Raises UserError on numbers out of range and on a model that is missing or not a plain causal decoder.
     """
@@ -29,7 +37,8 @@ def build_predictor(config: PredictorConfig, seed: int, device: torch.device | s
             "expected the backbone's HF folder in predictor.model, found none: predictor.kind=model needs it"
         )
     model = load_value_model(config.model, num_layers=config.num_layers, dtype=config.dtype, seed=seed)
-    return NeuralPredictor(model.to(device or ("cuda" if torch.cuda.is_available() else "cpu")), config, seed)
+    model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return NeuralPredictor(model, config, seed, replicas or OneReplica())
 
 
 def _check(config: PredictorConfig) -> None:

@@ -1,12 +1,17 @@
-"""The predictor of the paper: a value network that scores, learns and remembers."""
+"""The predictor of the paper: a value network that scores, learns and remembers, on one rank or on many.
+
+The driver's methods send what is to be done to the other ranks, which ``repeat`` it; each computes its share. Weights
+and Adam's moments stay equal on all ranks, because all take the same steps with the same summed gradients.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,11 +21,14 @@ from trace_megatron.config import PredictorConfig
 from trace_megatron.predictor.checkpoint import load_training_state, save_training_state
 from trace_megatron.predictor.key_values import KeyValuePages
 from trace_megatron.predictor.model import ValueModel
-from trace_megatron.predictor.pack import Request
+from trace_megatron.predictor.pack import HistoryPath, Request, history_paths
 from trace_megatron.predictor.protocol import PredictorStats
-from trace_megatron.predictor.score import score_histories
-from trace_megatron.predictor.update import Sample, accumulate_gradients, as_requests, draw_samples, mini_batches
+from trace_megatron.predictor.replicas import OneReplica, Replicas, Shares, as_paths, as_tensors
+from trace_megatron.predictor.score import score_paths
+from trace_megatron.predictor.update import accumulate_gradients, as_requests, draw_samples, mini_batches
 from trace_megatron.types import ROOT, Prompt, RolloutTree
+
+_ONE_RANK = OneReplica()
 
 
 class NeuralPredictor:
@@ -29,16 +37,21 @@ class NeuralPredictor:
     What an update draws depends on the seed and on the number of updates before it alone.
     """
 
-    def __init__(self, model: ValueModel, config: PredictorConfig, seed: int):
+    def __init__(self, model: ValueModel, config: PredictorConfig, seed: int, replicas: Replicas = _ONE_RANK):
+        """On every rank with the same arguments; ``replicas`` says which it is."""
         self._model = model
         self._config = config
         self._seed = seed
         self._num_updates = 0
+        self._replicas = replicas
+        self._shares = Shares(replicas.size)
         self._optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate, fused=True)
         self._pages = KeyValuePages(
             model.backbone.config, model.product_dtype, model.device, int(config.kv_cache_gib * 2**30)
         )
         self._lock = threading.Lock()
+
+    # What the driver calls.
 
     def score_roots(self, prompts: Sequence[Prompt]) -> np.ndarray:
         return self._score([(RolloutTree(prompt, ()), (ROOT,)) for prompt in prompts], keep=True)
@@ -55,13 +68,13 @@ class NeuralPredictor:
     def update(self, trees: Sequence[RolloutTree], target_mode: str) -> PredictorStats:
         start_s = time.perf_counter()
         with self._lock:
-            self._pages.clear()  # they belong to the weights that change now
             rng = np.random.default_rng([self._seed, self._num_updates])
-            self._num_updates += 1
             samples = draw_samples(trees, target_mode, self._config.prefix_share, rng)
-            epochs = [self._train_epoch(trees, samples, rng) for _ in range(self._config.epochs)] if samples else []
-            loss_after = self._loss(trees, samples) if samples else None
-        loss_before, num_tokens = epochs[0] if epochs else (None, 0)
+            epochs = [mini_batches(samples, self._config.batch_size, rng) for _ in range(self._config.epochs)]
+            paths = history_paths(as_requests(trees, samples))
+            targets = np.array([sample.target for sample in samples])
+            self._send({"call": "update", "epochs": epochs}, paths, targets)
+            loss_before, loss_after, num_tokens = self._update(paths, targets, epochs)
         num_roots = sum(sample.anchor == ROOT for sample in samples)
         return PredictorStats(
             loss_before=loss_before,
@@ -78,27 +91,93 @@ class NeuralPredictor:
 
     def load(self, folder: Path) -> None:
         with self._lock:
-            self._pages.clear()
-            self._num_updates = load_training_state(folder, self._model, self._optimizer)["num_updates"]
+            self._load(folder)  # first here: what is refused, is refused before the other ranks hear of it
+            self._send({"call": "load", "folder": str(folder)})
+
+    # What the other ranks do.
+
+    def repeat(self, arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        """What the driver sent through ``Replicas.send``."""
+        if arguments["call"] == "load":
+            self._load(Path(arguments["folder"]))
+            return
+        *packed, targets = tensors
+        paths = as_paths(packed)
+        if arguments["call"] == "score":
+            self._score_share(paths, arguments["keep"])
+        else:
+            self._update(paths, targets.numpy(), arguments["epochs"])
+
+    # What every rank does.
+
+    def _send(
+        self, arguments: Mapping[str, Any], paths: Sequence[HistoryPath] = (), targets: np.ndarray | None = None
+    ) -> None:
+        if self._replicas.size == 1:
+            return
+        values = np.zeros(0) if targets is None else targets
+        self._replicas.send(arguments, [*as_tensors(paths), torch.from_numpy(values)])
 
     def _score(self, requests: Sequence[Request], keep: bool = False) -> np.ndarray:
+        paths = history_paths(requests)
         with self._lock:
-            return score_histories(self._model, requests, self._config.tokens_per_forward, self._pages, keep)
+            self._send({"call": "score", "keep": keep}, paths)
+            return self._score_share(paths, keep)
+
+    def _score_share(self, paths: Sequence[HistoryPath], keep: bool) -> np.ndarray:
+        """Scores of all paths' rows; this rank computes its share."""
+        scores = np.zeros(sum(len(path.rows) for path in paths))
+        mine = self._shares.mine(paths, self._replicas.rank)
+        score_paths(self._model, mine, self._config.tokens_per_forward, scores, self._pages, keep)
+        return self._summed(scores)
+
+    def _update(
+        self, paths: Sequence[HistoryPath], targets: np.ndarray, epochs: Sequence[Sequence[Sequence[int]]]
+    ) -> tuple[float | None, float | None, int]:
+        """Train; (mean squared error of the first epoch as it went, of all after the last, tokens of one epoch)."""
+        self._pages.clear()  # they belong to the weights that change now
+        self._shares.forget()
+        self._num_updates += 1
+        if not paths:
+            return None, None, 0
+        sums = self._summed(np.array([self._train_epoch(paths, targets, batches) for batches in epochs]))
+        scores = self._score_share(paths, keep=False)
+        self._shares.forget()
+        return sums[0, 0] / len(paths), float(np.mean((scores - targets) ** 2)), int(sums[0, 1])
 
     def _train_epoch(
-        self, trees: Sequence[RolloutTree], samples: Sequence[Sample], rng: np.random.Generator
+        self, paths: Sequence[HistoryPath], targets: np.ndarray, batches: Sequence[Sequence[int]]
     ) -> tuple[float, int]:
-        """One Adam step per mini-batch; returns (mean squared error met, packed tokens)."""
+        """One Adam step per mini-batch; returns this rank's (squared error, packed tokens)."""
         squared_error, num_tokens = 0.0, 0
-        for batch in mini_batches(samples, self._config.batch_size, rng):
-            error, tokens = accumulate_gradients(self._model, trees, batch, self._config.tokens_per_forward)
+        for batch in batches:
+            mine = self._shares.mine([paths[index] for index in batch], self._replicas.rank)
+            error, tokens = accumulate_gradients(
+                self._model, mine, targets, len(batch), self._config.tokens_per_forward
+            )
+            self._add_gradients()
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)  # between updates no memory is held
             squared_error += error
             num_tokens += tokens
-        return squared_error / len(samples), num_tokens
+        return squared_error, num_tokens
 
-    def _loss(self, trees: Sequence[RolloutTree], samples: Sequence[Sample]) -> float:
-        scores = score_histories(self._model, as_requests(trees, samples), self._config.tokens_per_forward)
-        targets = np.array([sample.target for sample in samples])
-        return float(np.mean((scores - targets) ** 2))
+    def _add_gradients(self) -> None:
+        if self._replicas.size == 1:
+            return
+        for parameter in self._model.parameters():
+            if parameter.grad is None:  # this rank had no share
+                parameter.grad = torch.zeros_like(parameter)
+            self._replicas.add(parameter.grad)
+
+    def _summed(self, values: np.ndarray) -> np.ndarray:
+        if self._replicas.size == 1:
+            return values
+        total = torch.from_numpy(values).to(self._model.device)
+        self._replicas.add(total)
+        return total.cpu().numpy()
+
+    def _load(self, folder: Path) -> None:
+        self._pages.clear()
+        self._shares.forget()
+        self._num_updates = load_training_state(folder, self._model, self._optimizer)["num_updates"]

@@ -60,7 +60,7 @@ class HistoryBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Path:
+class HistoryPath:
     """The longest requested history of one rollout, with the shorter ones that lie on it."""
 
     token_ids: np.ndarray
@@ -68,9 +68,13 @@ class _Path:
     lengths: tuple[int, ...]
     """[A] tokens of each history."""
     rows: tuple[int, ...]
-    """[A]"""
-    digests: tuple[bytes, ...]
-    """Of the prompt's whole pages."""
+    """[A] place of each history in the requested order."""
+    prompt_length: int
+    """Tokens of the prompt."""
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        return self.token_ids[: self.prompt_length]
 
 
 def pack_histories(requests: Sequence[Request], tokens_per_batch: int) -> list[HistoryBatch]:
@@ -79,11 +83,15 @@ def pack_histories(requests: Sequence[Request], tokens_per_batch: int) -> list[H
     A batch holds at most ``tokens_per_batch`` tokens, except that a single longer path gets a batch of its own.
     Raises ValueError where a tree has no such history.
     """
-    paths = sorted(_paths(requests), key=lambda path: path.token_ids.astype(">u4").tobytes())  # ordered as the ids are
+    return pack_paths(history_paths(requests), tokens_per_batch)
+
+
+def pack_paths(paths: Sequence[HistoryPath], tokens_per_batch: int) -> list[HistoryBatch]:
+    """``pack_histories`` of paths."""
     batches: list[HistoryBatch] = []
-    group: list[_Path] = []
+    group: list[HistoryPath] = []
     load = 0
-    for path in paths:
+    for path in sorted(paths, key=lambda path: path.token_ids.astype(">u4").tobytes()):  # ordered as the ids are
         added = path.token_ids.size - (_num_shared(group[-1], path) if group else 0)
         if group and load + added > tokens_per_batch:
             batches.append(_assemble(group))
@@ -93,13 +101,14 @@ def pack_histories(requests: Sequence[Request], tokens_per_batch: int) -> list[H
     return [*batches, _assemble(group)] if group else batches
 
 
-def _paths(requests: Sequence[Request]) -> list[_Path]:
+def history_paths(requests: Sequence[Request]) -> list[HistoryPath]:
+    """The paths that hold every anchor of every request. Raises ValueError where a tree has no such history."""
     paths = []
     row = itertools.count()
     for tree, anchors in requests:
-        if not tree.prompt.token_ids:
+        prompt_length = len(tree.prompt.token_ids)
+        if not prompt_length:
             raise ValueError(f"prompt {tree.prompt.prompt_id}: expected at least one token, found none")
-        digests = _page_digests(tree.prompt.token_ids)
         marks: dict[int, list[tuple[int, int]]] = {}
         for anchor in anchors:
             marks.setdefault(anchor.rollout, []).append((anchor.turn, next(row)))
@@ -107,32 +116,31 @@ def _paths(requests: Sequence[Request]) -> list[_Path]:
             longest = Anchor(rollout, max(turn for turn, _ in turns_and_rows))
             turns = () if longest == ROOT else rollout_turns(tree, rollout)
             sizes = [len(turn.action_ids) + len(turn.observation_ids) for turn in turns]
-            ends = list(itertools.accumulate(sizes, initial=len(tree.prompt.token_ids)))
+            ends = list(itertools.accumulate(sizes, initial=prompt_length))
             ids = np.array(history_ids(tree, longest), dtype=np.int64)
             lengths = tuple(ends[turn] for turn, _ in turns_and_rows)
-            paths.append(_Path(ids, lengths, tuple(row for _, row in turns_and_rows), digests))
+            paths.append(HistoryPath(ids, lengths, tuple(row for _, row in turns_and_rows), prompt_length))
     return paths
 
 
-def _page_digests(token_ids: Sequence[int]) -> tuple[bytes, ...]:
-    num_pages = len(token_ids) // PAGE_TOKENS
-    pages = np.array(token_ids[: num_pages * PAGE_TOKENS], dtype=np.int64).reshape(num_pages, PAGE_TOKENS)
+def _page_digests(prompt_ids: np.ndarray) -> list[bytes]:
+    num_pages = prompt_ids.size // PAGE_TOKENS
     running = hashlib.blake2b(digest_size=16)
     digests = []
-    for page in pages:
+    for page in prompt_ids[: num_pages * PAGE_TOKENS].reshape(num_pages, PAGE_TOKENS):
         running.update(page.tobytes())
         digests.append(running.digest())
-    return tuple(digests)
+    return digests
 
 
-def _num_shared(first: _Path, second: _Path) -> int:
+def _num_shared(first: HistoryPath, second: HistoryPath) -> int:
     """Tokens that two paths begin with alike."""
     size = min(first.token_ids.size, second.token_ids.size)
     differing = np.flatnonzero(first.token_ids[:size] != second.token_ids[:size])
     return int(differing[0]) if differing.size else size
 
 
-def _assemble(group: Sequence[_Path]) -> HistoryBatch:
+def _assemble(group: Sequence[HistoryPath]) -> HistoryBatch:
     """Lay sorted paths out as a forest in preorder: neighbours share most, an open path is closed where they part."""
     tokens: list[int] = []
     depths: list[int] = []
@@ -150,8 +158,11 @@ def _assemble(group: Sequence[_Path]) -> HistoryBatch:
         depths += range(shared, shared + len(fresh))
         ends += [0] * len(fresh)
         last_positions += [open_path[length - 1] for length in path.lengths]
-        for first, digest in zip(itertools.count(0, PAGE_TOKENS), path.digests):
+        if index and shared >= path.prompt_length == group[index - 1].prompt_length:
+            continue  # the same prompt: its pages are there
+        for number, digest in enumerate(_page_digests(path.prompt_ids)):
             if digest not in pages:
+                first = number * PAGE_TOKENS
                 pages[digest] = Page(digest, tuple(open_path[first : first + PAGE_TOKENS]))
     for position in open_path:
         ends[position] = len(tokens)

@@ -10,23 +10,29 @@ import torch
 
 from trace_megatron.predictor.key_values import KeyValuePages
 from trace_megatron.predictor.model import ValueModel
-from trace_megatron.predictor.pack import Request, pack_histories
+from trace_megatron.predictor.pack import HistoryPath, Request, history_paths, pack_paths
 
 
-def score_histories(
+def score_histories(model: ValueModel, requests: Sequence[Request], tokens_per_forward: int) -> np.ndarray:
+    """Float64 scores, computed in float32, of every requested anchor, in the requested order."""
+    scores = np.zeros(sum(len(anchors) for _, anchors in requests))
+    score_paths(model, history_paths(requests), tokens_per_forward, scores)
+    return scores
+
+
+def score_paths(
     model: ValueModel,
-    requests: Sequence[Request],
+    paths: Sequence[HistoryPath],
     tokens_per_forward: int,
+    scores: np.ndarray,
     pages: KeyValuePages | None = None,
     keep: bool = False,
-) -> np.ndarray:
-    """Float64 scores, computed in float32, of every requested anchor, in the requested order.
+) -> None:
+    """Write the paths' rows of ``scores``, float64.
 
     Prompts whose ``pages`` are known are not computed again; with ``keep``, new ones become known.
     """
-    scores = np.zeros(sum(len(anchors) for _, anchors in requests))
     with torch.no_grad():
-        for batch in pack_histories(requests, tokens_per_forward):
+        for batch in pack_paths(paths, tokens_per_forward):
             with pages.open(batch, keep) if pages is not None else nullcontext() as key_values:
                 scores[batch.rows.numpy()] = model(batch, key_values).double().cpu().numpy()
-    return scores

@@ -15,7 +15,7 @@ import torch
 
 from trace_megatron.algorithm.targets import success_targets
 from trace_megatron.predictor.model import ValueModel
-from trace_megatron.predictor.pack import Request, pack_histories
+from trace_megatron.predictor.pack import HistoryPath, Request, pack_paths
 from trace_megatron.types import ROOT, Anchor, RolloutTree
 
 
@@ -51,29 +51,31 @@ def num_prefixes(num_roots: int, num_visited: int, prefix_share: float) -> int:
     return min(max(round(num_roots * prefix_share / (1.0 - prefix_share)), 1), num_visited)
 
 
-def mini_batches(samples: Sequence[Sample], batch_size: int, rng: np.random.Generator) -> list[list[Sample]]:
-    """The samples in random order, dealt to the fewest batches; roots and prefixes both spread evenly (by one)."""
-    shuffled = [samples[index] for index in rng.permutation(len(samples))]
-    ordered = sorted(shuffled, key=lambda sample: sample.anchor != ROOT)
+def mini_batches(samples: Sequence[Sample], batch_size: int, rng: np.random.Generator) -> list[list[int]]:
+    """The samples' indices in random order, dealt to the fewest batches; roots and prefixes both spread evenly."""
+    ordered = sorted(rng.permutation(len(samples)).tolist(), key=lambda index: samples[index].anchor != ROOT)
     num_batches = -(-len(samples) // batch_size)
     return [ordered[first::num_batches] for first in range(num_batches)]
 
 
 def as_requests(trees: Sequence[RolloutTree], samples: Sequence[Sample]) -> list[Request]:
-    """What ``pack_histories`` takes; its rows are the samples'."""
+    """What ``history_paths`` takes: one path for each sample, whose row is the sample's index."""
     return [(trees[sample.tree], (sample.anchor,)) for sample in samples]
 
 
 def accumulate_gradients(
-    model: ValueModel, trees: Sequence[RolloutTree], samples: Sequence[Sample], tokens_per_forward: int
+    model: ValueModel, paths: Sequence[HistoryPath], targets: np.ndarray, num_samples: int, tokens_per_forward: int
 ) -> tuple[float, int]:
-    """Add the gradient of the samples' mean squared error; returns (summed squared error, packed tokens)."""
-    targets = torch.tensor([sample.target for sample in samples], dtype=torch.float64)
+    """Add the gradient of these paths' squared errors over ``num_samples``; returns (summed error, packed tokens).
+
+    ``targets``: by the paths' rows. ``num_samples``: of the mini-batch on all ranks.
+    """
+    wanted = torch.from_numpy(targets)
     squared_error, num_tokens = 0.0, 0
-    for batch in pack_histories(as_requests(trees, samples), tokens_per_forward):
+    for batch in pack_paths(paths, tokens_per_forward):
         values = model(batch)
-        loss = (values - targets[batch.rows].to(values)).square().sum()
-        (loss / len(samples)).backward()
+        loss = (values - wanted[batch.rows].to(values)).square().sum()
+        (loss / num_samples).backward()
         squared_error += loss.item()
         num_tokens += batch.num_tokens
     return squared_error, num_tokens
