@@ -53,6 +53,8 @@ class PolicyConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     tokens_per_micro_batch: int = 4096
     """A pack's upper limit; longer trees are cut by leaves."""
+    peak_tflops: float = 0.0
+    """Dense bfloat16 peak of a rank's device, for train/flop_utilisation; 0: of known devices."""
 
     @property
     def num_ranks(self) -> int:

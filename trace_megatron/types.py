@@ -189,3 +189,13 @@ class TrainStats:
     num_tokens: int
     """Packed tokens, padding and dummies excluded."""
     num_unpacked_tokens: int
+    visited_blocks: int
+    """Blocks of 128 x 128 attention scores in which any row sees any key."""
+    dense_blocks: int
+    """The same of causal attention over whole packs."""
+    tokens_per_s: float
+    """Packed tokens by the seconds of the optimizer step: forward, backward and update."""
+    flop_utilisation: float | None
+    """Model FLOPs by seconds, ranks and peak (docs/training.md); None where the peak is unknown."""
+    peak_memory_gib: list[float]
+    """By rank: of the device's allocator in this step, on a CPU of the process since its start."""

@@ -157,7 +157,7 @@ def run_layout(folder: Path, family: str, layout: Layout) -> None:
     if loss.reference_model:
         loss = dataclasses.replace(loss, reference_model=str(folder / f"{family}-reference"))
     policy = Policy(
-        PolicyConfig(model=str(folder / family), dtype="float32", **layout.policy),
+        PolicyConfig(model=str(folder / family), dtype="float32", peak_tflops=0.1, **layout.policy),
         OptimizerConfig(learning_rate=1e-3, distributed=layout.distributed),
         loss,
         temperature=TEMPERATURE,

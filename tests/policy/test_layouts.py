@@ -81,6 +81,8 @@ def test_step_equals_unpacked_trajectories(folder, expected, family, layout):
         if name == "clip_share" and not is_whole:
             continue  # a shared token that is cut counts only with the leaves of its own piece
         assert stats[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert len(stats["peak_memory_gib"]) == layout.world_size and min(stats["peak_memory_gib"]) > 0.05
+    assert stats["flop_utilisation"] > 0 and stats["tokens_per_s"] > 0
     tensors = load_file(folder / f"{family}-{layout.name}.safetensors")
     gradients = {name: values for name, values in tensors.items() if name.startswith("gradients.")}
     assert len(gradients) == (0 if layout.is_sharded else len(want.gradients))

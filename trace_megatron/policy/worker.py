@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from trace_megatron.config import LossConfig, OptimizerConfig, PolicyConfig
 from trace_megatron.errors import UserError
 from trace_megatron.policy import checkpoint, parallel
 from trace_megatron.policy.broadcast import Command, receive_command, send_command
+from trace_megatron.policy.flops import attention_blocks, model_flops, peak_memory_bytes, peak_tflops
 from trace_megatron.policy.forward import EdgeForward
 from trace_megatron.policy.hf_config import read_hf_config
 from trace_megatron.policy.hf_weights import export_hf, hf_tensor_infos, iter_hf_weights, load_hf_weights
@@ -114,8 +116,12 @@ class Policy:
         """One optimizer step; the packs' weights are normalised over the whole batch."""
         self._check(micro_batches)
         self._send(Command("train_step", micro_batches=micro_batches))
-        update = self._train_step(micro_batches)
+        start_s = time.perf_counter()
+        update, peak_memory_gib = self._train_step(micro_batches)
+        seconds = time.perf_counter() - start_s
         real = [batch for row in micro_batches for batch in row if batch.num_unpacked_tokens]
+        num_tokens = sum(batch.num_tokens for batch in real)
+        visited_blocks, dense_blocks = attention_blocks(real)
         return TrainStats(
             loss=update.sums.total("loss"),
             grad_norm=update.grad_norm,
@@ -126,8 +132,13 @@ class Policy:
             mismatch_kl=update.sums.mean("mismatch_kl"),
             reference_kl=update.sums.mean("reference_kl"),
             entropy=update.sums.mean("entropy"),
-            num_tokens=sum(batch.num_tokens for batch in real),
+            num_tokens=num_tokens,
             num_unpacked_tokens=sum(batch.num_unpacked_tokens for batch in real),
+            visited_blocks=visited_blocks,
+            dense_blocks=dense_blocks,
+            tokens_per_s=num_tokens / seconds,
+            flop_utilisation=self._flop_utilisation(real, seconds),
+            peak_memory_gib=peak_memory_gib,
         )
 
     def logprobs(self, micro_batches: MicroBatches) -> list[list[torch.Tensor]]:
@@ -231,8 +242,19 @@ class Policy:
             pass
         send_command(command, self._ranks.command_group)
 
-    def _train_step(self, micro_batches: MicroBatches) -> Update:
-        return self._trainer.train_step(micro_batches[self._ranks.data_rank])
+    def _train_step(self, micro_batches: MicroBatches) -> tuple[Update, list[float]]:
+        """The update, and the peak memory of every rank in GiB."""
+        update = self._trainer.train_step(micro_batches[self._ranks.data_rank])
+        peaks = torch.zeros(self._ranks.world_size, dtype=torch.float64)
+        peaks[self._ranks.rank] = peak_memory_bytes(self._ranks.device) / 2**30
+        dist.all_reduce(peaks, group=self._ranks.command_group)
+        return update, peaks.tolist()
+
+    def _flop_utilisation(self, batches: Sequence[TreeBatch], seconds: float) -> float | None:
+        peak = self._config.peak_tflops or peak_tflops(self._ranks.device)
+        if not peak:
+            return None
+        return model_flops(self._hf, batches) / (seconds * self._ranks.world_size * peak * 1e12)
 
     def _logprobs(self, micro_batches: MicroBatches) -> list[list[torch.Tensor]]:
         return self._on_driver(micro_batches, self._trainer.logprobs(micro_batches[self._ranks.data_rank]))

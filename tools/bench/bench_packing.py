@@ -1,0 +1,167 @@
+"""A packed optimizer step beside the same attention with every leaf as a root of its own: time and peak memory.
+
+    python tools/bench/bench_packing.py [--shapes qa maths bfcl] [--steps 3] [--threads 2]
+    python tools/bench/bench_packing.py --crossover
+
+The shapes are those of ALGORITHMS.md section 4 with token counts divided by 16: one prompt with 4 bare rollouts and 2
+continuations of each at random prefixes. r = unpacked / packed tokens. ``--crossover`` shortens the shared prefix until
+there is nothing left to share. Every measurement runs in a process of its own: a random 256-wide Llama of 4 layers,
+float32, one micro-batch, so that peak memory is that of the whole pack.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from trace_megatron.types import ROOT, Anchor, Prompt, Rollout, RolloutStatus, RolloutTree, Task, Turn
+
+VOCABULARY = 4096
+NUM_BARE, NUM_CONTINUATIONS = 4, 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    prompt: int
+    response: int
+    """Tokens of a whole bare rollout, half of them observations."""
+    turns: int
+    bare: int = NUM_BARE
+    continuations: int = NUM_CONTINUATIONS
+
+
+SHAPES = {
+    "qa": Shape(prompt=2048 // 16, response=6144 // 16, turns=5),
+    "maths": Shape(prompt=2048 // 16, response=14336 // 16, turns=5),
+    "bfcl": Shape(prompt=12800 // 16, response=8192 // 16, turns=40),
+}
+CROSSOVER = {f"prefix {length}": Shape(length, 128, 1, bare=16, continuations=0) for length in (1, 4, 16, 64, 256)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--crossover", action="store_true")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--one", help=argparse.SUPPRESS)  # a single measurement, in a process of its own
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        measure(arguments)
+        return
+    names = list(CROSSOVER) if arguments.crossover else arguments.shapes
+    print("shape        packed unpacked     r | step s: packed unpacked ratio /r | peak MiB: packed unpacked ratio /r")
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder))
+        for name in names:
+            packed, unpacked = (run(arguments, folder, name, form) for form in ("packed", "unpacked"))
+            print(describe(name, packed, unpacked), flush=True)
+
+
+def run(arguments: argparse.Namespace, folder: str, name: str, form: str) -> dict:
+    command = [sys.executable, __file__, f"--one={name}:{form}", f"--model={folder}"]
+    command += [f"--steps={arguments.steps}", f"--threads={arguments.threads}"]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+
+
+def describe(name: str, packed: dict, unpacked: dict) -> str:
+    r = unpacked["tokens"] / packed["tokens"]
+    time_ratio = unpacked["seconds"] / packed["seconds"]
+    memory_ratio = unpacked["activation_mib"] / packed["activation_mib"]
+    return (
+        f"{name:12s} {packed['tokens']:6d} {unpacked['tokens']:8d} {r:5.2f} |        {packed['seconds']:7.2f} "
+        f"{unpacked['seconds']:8.2f} {time_ratio:5.2f} {time_ratio / r:4.2f} |          "
+        f"{packed['activation_mib']:7.0f} {unpacked['activation_mib']:8.0f} {memory_ratio:5.2f} {memory_ratio / r:4.2f}"
+    )
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    from trace_megatron.algorithm.pack import pack_trees
+    from trace_megatron.config import LossConfig, OptimizerConfig, PolicyConfig
+    from trace_megatron.policy.worker import Policy
+
+    name, form = arguments.one.split(":")
+    tree = build_tree((SHAPES | CROSSOVER)[name])
+    shape = len(tree.rollouts), 1 + sum(len(rollout.turns) for rollout in tree.rollouts)
+    advantages = np.random.default_rng(1).choice([-1.0, 1.0], shape)
+    batch = pack_trees([tree], [advantages], packed=form == "packed")
+    config = PolicyConfig(arguments.model, "float32")
+    with Policy(config, OptimizerConfig(), LossConfig()) as policy:
+        torch.set_num_threads(arguments.threads)
+        policy.train_step([[batch]])  # the first one allocates
+        before = reset_peak()
+        seconds = []
+        for _ in range(arguments.steps):
+            start_s = time.perf_counter()
+            policy.train_step([[batch]])
+            seconds.append(time.perf_counter() - start_s)
+        result = {"tokens": batch.num_tokens, "seconds": statistics.median(seconds)}
+        print(json.dumps(result | {"activation_mib": (read_kib("VmHWM") - before) / 1024}))
+
+
+def reset_peak() -> int:
+    """Start the peak of resident memory anew; returns what is resident, in KiB."""
+    torch.nn.functional.relu(torch.zeros(1))
+    import ctypes
+
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return read_kib("VmRSS")
+
+
+def read_kib(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1])
+
+
+def build_tree(shape: Shape) -> RolloutTree:
+    rng = np.random.default_rng(0)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(int(token) for token in rng.integers(0, VOCABULARY, count))
+
+    def turns(count: int) -> tuple[Turn, ...]:
+        size = shape.response // shape.turns
+        if shape.turns == 1:
+            return (Turn(ids(size), (-8.0,) * size, (), 0),)
+        return tuple(Turn(ids(size // 2), (-8.0,) * (size // 2), ids(size - size // 2), 0) for _ in range(count))
+
+    rollouts = [Rollout(ROOT, turns(shape.turns), 0.0, RolloutStatus.FINISHED) for _ in range(shape.bare)]
+    for parent in range(shape.bare):
+        for _ in range(shape.continuations):
+            turn = int(rng.integers(1, shape.turns))
+            anchor = Anchor(parent, turn)
+            rollouts.append(Rollout(anchor, turns(shape.turns - turn), 0.0, RolloutStatus.FINISHED))
+    return RolloutTree(Prompt("bench", Task("bench", (), {}), ids(shape.prompt)), tuple(rollouts))
+
+
+def write_model(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    main()
