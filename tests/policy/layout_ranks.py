@@ -22,9 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.policy.step_examples import TEMPERATURE, example_advantages, example_trees, with_logprobs
 from trace_megatron.algorithm.pack import pack_micro_batches
 from trace_megatron.config import LossConfig, OptimizerConfig, PolicyConfig
-from trace_megatron.policy import parallel
+from trace_megatron.policy import logprobs, parallel
 from trace_megatron.policy.hf_weights import iter_hf_weights
-from trace_megatron.policy.logprobs import edge_logprobs
 from trace_megatron.policy.worker import Policy
 from trace_megatron.types import TreeBatch
 
@@ -294,8 +293,12 @@ def check_vocab_parallel(folder: Path, process: int) -> None:
         expected = everything.gather(1, labels[:, None])[:, 0]
         (expected * slope).sum().backward()
         mine = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight.chunk(4)[process])]
-        found, entropy = edge_logprobs(*mine, labels, temperature=0.7, vocab_size=10, group=dist.group.WORLD)
-        (found * slope.to(dtype)).sum().backward()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(logprobs, "LOGITS_PER_CHUNK", 256 * 4)  # three chunks
+            found, entropy = logprobs.edge_logprobs(
+                *mine, labels, temperature=0.7, vocab_size=10, group=dist.group.WORLD
+            )
+            (found * slope.to(dtype)).sum().backward()
         close = dict(rtol=tolerance, atol=tolerance * 100)
         torch.testing.assert_close(found.double(), expected.detach(), **close)
         torch.testing.assert_close(entropy.double(), -(everything.exp() * everything).sum(-1).detach(), **close)

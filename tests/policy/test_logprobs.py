@@ -20,6 +20,11 @@ def example(num_edges, dtype=torch.float64, scale=1.0):
     return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
 
 
+@pytest.fixture(autouse=True)
+def chunks_of_256_rows(monkeypatch):
+    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 256 * 11)
+
+
 @pytest.mark.parametrize("num_edges", [0, 1, 256, 257, 600])
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_values_and_gradients_equal_plain_torch(num_edges, temperature):
