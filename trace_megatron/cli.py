@@ -95,10 +95,11 @@ def hf_to_megatron(
     verify: Verify = False,
 ) -> None:
     """Write a checkpoint that Megatron-Core loads, at this layout or any other."""
+    from trace_megatron.memory import keep_freed_memory
     from trace_megatron.policy import convert as conversion
     from trace_megatron.policy.names import ParallelSizes
 
-    conversion.keep_freed_memory()
+    keep_freed_memory()
     conversion.hf_to_megatron(source, target, ParallelSizes(tp, pp, ep))
     if verify:
         _compare(source, target)
@@ -112,9 +113,10 @@ def megatron_to_hf(
     verify: Verify = False,
 ) -> None:
     """Write a folder that transformers and vLLM load."""
+    from trace_megatron.memory import keep_freed_memory
     from trace_megatron.policy import convert as conversion
 
-    conversion.keep_freed_memory()
+    keep_freed_memory()
     conversion.megatron_to_hf(source, target, like)
     if verify:
         _compare(target, source)

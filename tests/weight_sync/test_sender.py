@@ -7,7 +7,7 @@ from trace_megatron.errors import WeightSyncError
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync.sender import SharedMemorySender, SharedMemoryTrainerInfo
-from trace_megatron.weight_sync.shared_memory import read_bucket
+from trace_megatron.weight_sync.shared_memory import MappedBucket
 from trace_megatron.weight_sync.source import PolicySource
 
 TENSORS = {f"tensor{index}": torch.full((10, index + 1), float(index)) for index in range(8)}
@@ -15,10 +15,12 @@ INFOS = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in
 
 
 class ReadingClient:
-    """Notes each call; fails in the update of bucket ``failing``."""
+    """Notes each call; fails in the update of bucket ``failing``; with ``holds`` it returns no bucket before finish."""
 
-    def __init__(self, failing=None):
+    def __init__(self, failing=None, holds=False):
         self.calls = []
+        self.holds = holds
+        self.mapped = {}
         self.received = {}
         self.buckets = []
         self.failing = failing
@@ -34,13 +36,19 @@ class ReadingClient:
         if len(self.buckets) == self.failing:
             raise EngineError("the engine's process ended")
         if not update_info["aborted"]:
-            read = dict(read_bucket(update_info["path"], update_info["size"], update_info["entries"]))
+            key = update_info["key"]
+            bucket = self.mapped.setdefault(key, MappedBucket(update_info["path"], update_info["length"]))
+            read = {name: tensor.clone() for name, tensor in bucket.read(update_info["entries"])}
             assert not read.keys() & self.received.keys()
             self.received |= read
             self.buckets.append(update_info)
+            if not self.holds:
+                assert bucket.try_return(0)
 
     def finish_weight_update(self, weight_version=None):
         self.calls.append("finish")
+        for bucket in self.mapped.values():
+            assert bucket.try_return(0)
 
 
 def connect(client, bucket_bytes=1 << 20):
@@ -49,11 +57,13 @@ def connect(client, bucket_bytes=1 << 20):
     return source, SharedMemorySender.trainer_init(info, client=client, source=source)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 700, 1 << 20])
-def test_all_tensors_arrive_in_buckets_of_the_asked_size(bucket_bytes):
-    client = ReadingClient()
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [1, 400, 1 << 20])
+def test_all_tensors_arrive_in_buckets_of_the_asked_size(bucket_bytes, holds):
+    client = ReadingClient(holds=holds)
     source, sender = connect(client, bucket_bytes)
-    for _ in range(2):
+    keys = []
+    for _ in range(3):
         client.calls.clear()
         client.buckets.clear()
         client.received.clear()
@@ -61,22 +71,40 @@ def test_all_tensors_arrive_in_buckets_of_the_asked_size(bucket_bytes):
         sender.send_weights()
         assert all(torch.equal(client.received[name], tensor) for name, tensor in TENSORS.items())
         assert client.calls == ["start"] + ["update"] * len(client.buckets) + ["finish"]
+        assert all(_size(bucket) <= max(bucket_bytes, _largest(bucket)) for bucket in client.buckets)
         *full, last = client.buckets
-        largest = max(tensor.nbytes for tensor in TENSORS.values()) + 64
-        assert all(bucket_bytes <= bucket["size"] < bucket_bytes + largest for bucket in full)
         assert [bucket["expected"] for bucket in full] == [[]] * len(full)
         assert last["expected"] == list(TENSORS)
         assert source.num_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
+        keys.append({bucket["key"] for bucket in client.buckets})
+    assert keys[2] <= keys[0] | keys[1]  # the same memory
+    if not holds and bucket_bytes == 400:
+        assert len(keys[0]) <= 3 < len(client.buckets)  # one is filled, one is loaded
+    if holds:
+        assert len(keys[0]) == len(client.buckets)  # never one that somebody reads
 
 
-def test_buckets_are_closed_when_the_engine_has_loaded_them():
-    client = ReadingClient()
-    source, sender = connect(client, bucket_bytes=700)
-    source.renew(INFOS, TENSORS.items())
-    sender.send_weights()
-    for bucket in client.buckets:
-        with pytest.raises(OSError):
-            list(read_bucket(bucket["path"], bucket["size"], bucket["entries"]))
+def _size(bucket):
+    *_, shape, offset = bucket["entries"][-1]
+    return offset + 4 * shape[0] * shape[1] - bucket["entries"][0][3]
+
+
+def _largest(bucket):
+    return max(4 * shape[0] * shape[1] for _, _, shape, _ in bucket["entries"])
+
+
+def test_a_bucket_that_is_never_returned_is_replaced():
+    client = ReadingClient(holds=True)
+    client.finish_weight_update = lambda weight_version=None: None
+    source, sender = connect(client, bucket_bytes=1 << 20)
+    for _ in range(3):
+        client.received.clear()
+        source.renew(INFOS, TENSORS.items())
+        sender.send_weights()
+        assert len(sender._buckets) == 1
+    assert len({bucket["key"] for bucket in client.buckets}) == 3
+    sender.close()
+    assert not sender._buckets
 
 
 def wrong_shape():

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from trace_megatron.weight_sync.shared_memory import ALIGNMENT, Bucket, read_bucket, register
+from trace_megatron.weight_sync.shared_memory import ALIGNMENT, Bucket, MappedBucket, register
 
 TENSORS = {
     "float32": torch.randn(3, 5),
@@ -22,51 +22,80 @@ TENSORS = {
 
 @pytest.fixture
 def bucket():
-    bucket = Bucket()
+    bucket = Bucket(4096, num_readers=2)
     yield bucket
     bucket.close()
 
 
 def fill(bucket):
     for name, tensor in TENSORS.items():
-        bucket.add(name, tensor)
+        assert bucket.add(name, tensor)
+    bucket.lend()
 
 
 def test_round_trip(bucket):
     fill(bucket)
-    read = dict(read_bucket(bucket.path, bucket.size, bucket.entries))
-    assert read.keys() == TENSORS.keys()
-    for name, tensor in TENSORS.items():
-        assert read[name].dtype == tensor.dtype
-        assert torch.equal(read[name], tensor)
-        assert read[name].data_ptr() % ALIGNMENT == 0 or not read[name].numel()
+    mapped = MappedBucket(bucket.path, bucket.length)
+    for _ in range(2):
+        read = dict(mapped.read(bucket.entries))
+        assert read.keys() == TENSORS.keys()
+        for name, tensor in TENSORS.items():
+            assert read[name].dtype == tensor.dtype
+            assert torch.equal(read[name], tensor)
+            assert read[name].data_ptr() % ALIGNMENT == 0 or not read[name].numel()
+        del read
+
+
+def test_a_tensor_without_room_is_not_added(bucket):
+    fill(bucket)
+    size, entries = bucket.size, list(bucket.entries)
+    assert not bucket.add("large", torch.zeros(1024))
+    assert (bucket.size, bucket.entries) == (size, entries)
+    assert bucket.add("exact", torch.ones(bucket.capacity - -(-size // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8))
+    assert not bucket.add("more", torch.ones(1))
+
+
+def test_it_is_returned_when_all_readers_have_let_go(bucket):
+    fill(bucket)
+    readers = [MappedBucket(bucket.path, bucket.length) for _ in range(2)]
+    views = [dict(reader.read(bucket.entries))["slice"][1:, 2:] for reader in readers]
+    assert not bucket.returned
+    for index, reader in enumerate(readers):
+        assert not reader.try_return(index)  # a view of one tensor is alive
+        assert not bucket.returned
+        views[index] = None
+        assert reader.try_return(index)
+    assert bucket.returned
+    bucket.clear()
+    bucket.add("next", torch.full((3,), 7.0))
+    bucket.lend()
+    assert not bucket.returned
+    assert torch.equal(dict(readers[0].read(bucket.entries))["next"], torch.full((3,), 7.0))
 
 
 def test_tensors_outlive_their_bucket():
-    bucket = Bucket()
+    bucket = Bucket(4096)
     fill(bucket)
-    read = dict(read_bucket(bucket.path, bucket.size, bucket.entries))
+    read = dict(MappedBucket(bucket.path, bucket.length).read(bucket.entries))
     bucket.close()
-    other = Bucket()  # takes the file descriptor over
+    other = Bucket(65536)  # takes the file descriptor over
     other.add("noise", torch.randn(10_000))
     for name, tensor in TENSORS.items():
         assert torch.equal(read[name], tensor)
     other.close()
 
 
-def test_nothing_outlives_its_tensors():
+def test_nothing_outlives_its_users():
     mapped = lambda: "trace-megatron-weights" in open("/proc/self/maps").read()  # noqa: E731, SIM115
-    bucket = Bucket()
+    bucket = Bucket(4096)
     fill(bucket)
-    read = dict(read_bucket(bucket.path, bucket.size, bucket.entries))
+    reader = MappedBucket(bucket.path, bucket.length)
+    read = dict(reader.read(bucket.entries))
     bucket.close()
+    del reader
     assert mapped()
     del read
     assert not mapped()
-
-
-def test_an_empty_bucket(bucket):
-    assert list(read_bucket(bucket.path, bucket.size, bucket.entries)) == []
 
 
 def test_no_file_has_a_name(bucket):

@@ -6,7 +6,6 @@ interrupted goes on from there; one that failed on bad input removes it.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import json
 import math
@@ -34,7 +33,6 @@ _COMMIT_BYTES = 2**30
 """After this much the disk must hold what the journal says; an interrupted conversion loses no more than this."""
 _SPARE_BYTES = 2**26
 """For index, tokenizer and what torch writes around a tensor."""
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
 _DESCRIPTION, _JOURNAL = "conversion.json", "conversion.jsonl"
 
 
@@ -91,18 +89,6 @@ def megatron_to_hf(source: str | Path, target: str | Path, like: str | Path | No
         writer.close()
         dtypes = {info.dtype for info in infos}
         copy_companions(like, work.folder, dtypes.pop() if len(dtypes) == 1 else None)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc hand memory out again instead of returning it to the system, in all of this process.
-
-    Every tensor of a stream is of another's size and freed at once. Fresh pages for each would cost more than all else:
-    4.6 s of 9.1 for 4 GB.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_MAX, 0)
-        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 class _Writer(Protocol):

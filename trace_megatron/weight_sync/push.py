@@ -6,14 +6,14 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trace_megatron.config import SyncConfig
 from trace_megatron.errors import UserError, WeightSyncError
 from trace_megatron.rollout.engine import EngineError
-from trace_megatron.rollout.vllm_engine import VLLMEngine
+from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND, VLLMEngine
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync.stats import SyncStats
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class WeightSync:
-    """Pushes weights into one engine, from the rank that owns it.
+    """Pushes weights into one engine, or the same into several, from the rank that owns them.
 
     The trainer's other ranks run the policy's iterator to its end at the same time; its tensors are needed on this rank
     alone. The backend is the engine's ``weight_backend``: our shared memory, which any engine on this machine
@@ -33,10 +33,15 @@ class WeightSync:
     of several workers' errors vLLM 0.32 reads one, and takes the rest for answers to what is asked next.
     """
 
-    def __init__(self, engine: VLLMEngine, config: SyncConfig):
+    def __init__(self, engines: VLLMEngine | Sequence[VLLMEngine], config: SyncConfig):
         if config.bucket_mib < 1:
             raise UserError(f"expected at least 1 for 'sync.bucket_mib', found {config.bucket_mib}")
-        self._engine = engine
+        self._engines = list(engines) if isinstance(engines, Sequence) else [engines]
+        backends = {engine.weight_backend for engine in self._engines}
+        if len(self._engines) > 1 and backends != {SHARED_MEMORY_BACKEND}:
+            raise UserError(
+                f"expected weight backend '{SHARED_MEMORY_BACKEND}' of several engines, found {sorted(backends)}"
+            )
         self._config = config
         self._transfer: Transfer | None = None
         self._num_pushes = 0
@@ -50,7 +55,7 @@ class WeightSync:
     @property
     def tolerance(self) -> float:
         """Allowed logprob difference for the engine's dtype."""
-        return self._config.verify_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[self._engine.config.dtype]
+        return self._config.verify_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[self._engines[0].config.dtype]
 
     async def push(
         self, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]], version: int
@@ -64,31 +69,40 @@ class WeightSync:
         tensors = iter(tensors)
         sending: asyncio.Task | None = None
         try:
-            await self._engine.control("pause_generation", mode="wait", clear_cache=True)
+            await self._control("pause_generation", mode="wait", clear_cache=True)
             pause_s = time.perf_counter() - started
             sending = asyncio.create_task(asyncio.to_thread(self._connected().send, infos, tensors))
             num_bytes, parts = await asyncio.shield(sending)
-            await self._engine.control("reset_prefix_cache")
-            await self._engine.control("update_weight_version", str(version))
-            await self._engine.control("resume_generation")
+            await self._control("reset_prefix_cache")
+            await self._control("update_weight_version", str(version))
+            await self._control("resume_generation")
         except BaseException as error:
-            self._engine.block("a weight sync failed half-way, and the engine's weights are a mixture")
+            for engine in self._engines:
+                engine.block("a weight sync failed half-way, and the engine's weights are a mixture")
             if sending is not None:  # where this task was cancelled, the thread still runs
                 await asyncio.wait((sending,))
             await asyncio.to_thread(_drain, tensors)
             if isinstance(error, EngineError | WeightSyncError):
                 raise WeightSyncError(f"pushing weight version {version} failed: {error}") from error
             raise
-        self._engine.unblock()
+        for engine in self._engines:
+            engine.unblock()
         self._num_pushes += 1
         return SyncStats(time.perf_counter() - started, num_bytes, pause_s, **asdict(parts))
+
+    async def _control(self, method: str, *args: Any, **kwargs: Any) -> None:
+        """Await a method of all engines; raise the first error when all have ended."""
+        calls = (engine.control(method, *args, **kwargs) for engine in self._engines)
+        for result in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
 
     def _connected(self) -> Transfer:
         if self._transfer is None:
             # Imported here: vLLM takes seconds, and only the rank with an engine needs it.
             from trace_megatron.weight_sync.transfer import Transfer
 
-            self._transfer = Transfer(self._engine, asyncio.get_running_loop(), self._config.bucket_mib * 2**20)
+            self._transfer = Transfer(self._engines, asyncio.get_running_loop(), self._config.bucket_mib * 2**20)
         return self._transfer
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from trace_megatron.memory import keep_freed_memory
 from trace_megatron.weight_sync.sender import BucketInfo, SharedMemoryInitInfo
-from trace_megatron.weight_sync.shared_memory import read_bucket
+from trace_megatron.weight_sync.shared_memory import MappedBucket
 
 
 class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo]):
@@ -26,13 +28,16 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
     _unfinished = False
 
     def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
-        pass
+        keep_freed_memory()  # vLLM rebuilds each layer in new memory, copies it over the old and frees it
+        self._rank = get_tensor_model_parallel_rank()
+        self._buckets: dict[str, MappedBucket] = {}
 
     def start_weight_update(self) -> None:
         if self._unfinished:
             # Layers that a failed update left half-loaded would count its tensors and start on a mixture.
             finalize_layerwise_reload(self.model, self.model_config)
         self._unfinished = True
+        self._used: set[str] = set()
         self._received: set[str] = set()
         self._filled: set[str] = set()
         self._parameters = {name for name, _ in self.model.named_parameters()}
@@ -49,19 +54,30 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
         if update_info.expected:
             self._check_complete(set(update_info.expected))
 
-    def _load(self, bucket: BucketInfo) -> None:
-        current = None
+    def _load(self, info: BucketInfo) -> None:
+        if info.key not in self._buckets:
+            self._buckets[info.key] = MappedBucket(info.path, info.length)
+        bucket, self._reader = self._buckets[info.key], info.first_reader + self._rank
+        self._used.add(info.key)
+        self._load_tensors(bucket.read(info.entries))
+        # A layer of which a part is missing, or that is padded, keeps its tensors until the update is finished.
+        bucket.try_return(self._reader)
+
+    def _load_tensors(self, entries: Iterator[tuple[str, torch.Tensor]]) -> None:
+        current = ("the first one", ())
 
         def tensors() -> Iterator[tuple[str, torch.Tensor]]:
             nonlocal current
-            for entry in read_bucket(bucket.path, bucket.size, bucket.entries):
-                current = entry
-                yield entry
+            for name, tensor in entries:
+                current = (f"'{name}'", tuple(tensor.shape))
+                yield name, tensor
+                del tensor
 
         try:
             self._filled |= set(self.model.load_weights(tensors()))
         except Exception as error:
-            found = f"'{current[0]}' of shape {tuple(current[1].shape)}" if current else "the first one"
+            name, shape = current
+            found = f"{name} of shape {shape}" if shape else name
             raise ValueError(f"the engine's model refused a tensor, {found}: {error!r}") from error
 
     def _check_complete(self, expected: set[str]) -> None:
@@ -82,9 +98,13 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
         finalize_layerwise_reload(self.model, self.model_config)
         refresh_heads(self.model)
         self._unfinished = False
+        for key in set(self._buckets) - self._used:  # the sender has others now
+            del self._buckets[key]
+        for bucket in self._buckets.values():
+            bucket.try_return(self._reader)
 
     def shutdown(self) -> None:
-        pass
+        self._buckets = {}
 
 
 def refresh_heads(model: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,8 +22,13 @@ from vllm.distributed.weight_transfer.base import (
 
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND
-from trace_megatron.weight_sync.shared_memory import Bucket, Entry
+from trace_megatron.weight_sync.shared_memory import ALIGNMENT, Bucket, Entry
 from trace_megatron.weight_sync.stats import SyncParts
+
+_NUM_PARTS = 8
+"""Of a model, at least: the engine loads one while the next is written."""
+_SMALLEST_BYTES = 2**24
+"""Below, a call into the engine costs more than its overlap saves."""
 
 
 @dataclass
@@ -34,13 +40,16 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 class BucketInfo(WeightTransferUpdateInfo):
     """One bucket, as JSON-able values."""
 
+    key: str = ""
     path: str = ""
-    size: int = 0
+    length: int = 0
     entries: list[Entry] = field(default_factory=list)
     expected: list[str] = field(default_factory=list)
     """On the last bucket: the names of all tensors of this update."""
     aborted: bool = False
     """The sender gave up: end this update as failed."""
+    first_reader: int = 0
+    """The number, among all readers of the bucket, of the engine's first worker."""
 
 
 @dataclass
@@ -48,6 +57,8 @@ class SharedMemoryTrainerInfo(TrainerInitInfo):
     backend: ClassVar[str] = SHARED_MEMORY_BACKEND
 
     bucket_bytes: int
+    num_readers: int = 1
+    """Workers of all engines."""
 
 
 class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
@@ -55,9 +66,10 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
 
     init_info_cls = SharedMemoryTrainerInfo
 
-    def __init__(self, *, client: VLLMWeightSyncClient, source: WeightSource, bucket_bytes: int):
+    def __init__(self, *, client: VLLMWeightSyncClient, source: WeightSource, info: SharedMemoryTrainerInfo):
         super().__init__(client=client, source=source)
-        self._bucket_bytes = bucket_bytes
+        self._info = info
+        self._buckets: list[Bucket] = []
         self.parts = SyncParts()
 
     @classmethod
@@ -66,17 +78,20 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
     ) -> Self:
         assert source is not None
         client.init_weight_transfer_engine({})
-        return cls(client=client, source=source, bucket_bytes=init_info.bucket_bytes)
+        return cls(client=client, source=source, info=init_info)
 
     def send_weights(self) -> None:
         """One start, the buckets, one finish. An error leaves the engine's weights half-updated."""
         self.parts = SyncParts()
+        self._discard([bucket for bucket in self._buckets if not bucket.returned])
         self.client.start_weight_update()
         try:
             self._send_buckets()
         except EngineError:
+            self._discard(list(self._buckets))
             raise  # the receiver failed, and with that left the update
         except BaseException:
+            self._discard(list(self._buckets))
             with suppress(EngineError):  # to fail is vLLM's only way to leave an update
                 self.client.update_weights(asdict(BucketInfo(aborted=True)))
             raise
@@ -84,42 +99,80 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
         self.client.finish_weight_update()
         self.parts.finish_s = time.perf_counter() - started
 
-    def _send_buckets(self) -> None:
-        expected = [info.name for info in self.source.metadata()]
-        tensors = iter(self.source)
-        loading: Future[None] | None = None
-        last = False
-        with ThreadPoolExecutor(max_workers=1) as loader:
-            while not last:
-                bucket = Bucket()
-                try:
-                    last = self._fill(bucket, tensors)
-                    if loading is not None:
-                        loading.result()
-                except BaseException:
-                    bucket.close()
-                    raise
-                loading = loader.submit(self._load, bucket, expected if last else [])
-            loading.result()
+    def close(self) -> None:
+        """Give the shared memory back."""
+        self._discard(list(self._buckets))
 
-    def _fill(self, bucket: Bucket, tensors: Iterator[tuple[str, torch.Tensor]]) -> bool:
-        """Add tensors until the bucket is full; True when none is left."""
-        started = time.perf_counter()
-        for name, tensor in tensors:
-            gathered = time.perf_counter()
-            bucket.add(name, tensor)
-            written = time.perf_counter()
-            self.parts.gather_s += gathered - started
-            self.parts.write_s += written - gathered
-            started = written
-            if bucket.size >= self._bucket_bytes:
-                return False
-        return True
+    def _send_buckets(self) -> None:
+        infos = self.source.metadata()
+        expected = [info.name for info in infos]
+        total = sum(math.prod(info.shape) * info.dtype.itemsize + ALIGNMENT for info in infos)
+        capacity = min(self._info.bucket_bytes, max(total // _NUM_PARTS, _SMALLEST_BYTES))
+        tensors = _Peekable(iter(self.source), self.parts)
+        loading: Future[None] | None = None
+        with ThreadPoolExecutor(max_workers=1) as loader:
+            while True:
+                bucket = self._fill(tensors, capacity)
+                if loading is not None:
+                    loading.result()
+                last = tensors.peek() is None
+                loading = loader.submit(self._load, bucket, expected if last else [])
+                if last:
+                    loading.result()
+                    return
+
+    def _fill(self, tensors: _Peekable, capacity: int) -> Bucket:
+        """Copy tensors into a bucket until the next one has no room."""
+        item = tensors.peek()
+        num_bytes = item[1].numel() * item[1].itemsize + ALIGNMENT if item is not None else 0
+        bucket = self._free_bucket(max(capacity, num_bytes))
+        bucket.clear()
+        while item is not None:
+            started = time.perf_counter()
+            fits = bucket.add(*item)
+            self.parts.write_s += time.perf_counter() - started
+            if not fits:
+                break
+            tensors.take()
+            item = tensors.peek()
+        bucket.lend()
+        return bucket
+
+    def _free_bucket(self, capacity: int) -> Bucket:
+        for bucket in self._buckets:
+            if bucket.capacity >= capacity and bucket.returned:
+                return bucket
+        bucket = Bucket(capacity, self._info.num_readers)
+        self._buckets.append(bucket)
+        return bucket
 
     def _load(self, bucket: Bucket, expected: list[str]) -> None:
         started = time.perf_counter()
         try:
-            self.client.update_weights(asdict(BucketInfo(bucket.path, bucket.size, bucket.entries, expected)))
+            info = BucketInfo(bucket.key, bucket.path, bucket.length, bucket.entries, expected)
+            self.client.update_weights(asdict(info))
         finally:
-            bucket.close()
             self.parts.load_s += time.perf_counter() - started
+
+    def _discard(self, buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            self._buckets.remove(bucket)
+            bucket.close()
+
+
+class _Peekable:
+    """A stream of tensors whose next one can be seen before it is taken; its waiting counts as gathering."""
+
+    def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]], parts: SyncParts):
+        self._tensors = tensors
+        self._parts = parts
+        self.take()
+
+    def peek(self) -> tuple[str, torch.Tensor] | None:
+        return self._item
+
+    def take(self) -> None:
+        self._item = None  # the tensor may go before the next one is gathered
+        started = time.perf_counter()
+        self._item = next(self._tensors, None)
+        self._parts.gather_s += time.perf_counter() - started

@@ -26,14 +26,18 @@ from trace_megatron.weight_sync.stats import SyncParts
 
 
 class EngineClient:
-    """vLLM's VLLMWeightSyncClient over an engine whose event loop runs in another thread."""
+    """vLLM's VLLMWeightSyncClient over engines whose event loop runs in another thread; each call goes to all."""
 
-    def __init__(self, engine: VLLMEngine, loop: asyncio.AbstractEventLoop):
-        self._engine = engine
+    def __init__(self, engines: Sequence[VLLMEngine], loop: asyncio.AbstractEventLoop):
+        self._engines = engines
         self._loop = loop
 
     def _call(self, method: str, *args: Any) -> None:
-        asyncio.run_coroutine_threadsafe(self._engine.control(method, *args), self._loop).result()
+        self._call_each(method, [args] * len(self._engines))
+
+    def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
+        calls = [(engine, method, *args) for engine, args in zip(self._engines, arguments, strict=True)]
+        asyncio.run_coroutine_threadsafe(_control_all(calls), self._loop).result()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init_weight_transfer_engine", WeightTransferInitRequest(init_info))
@@ -42,19 +46,32 @@ class EngineClient:
         self._call("start_weight_update")
 
     def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
-        self._call("update_weights", WeightTransferUpdateRequest(update_info))
+        requests, first = [], 0
+        for engine in self._engines:  # our backend alone serves several: its workers are numbered through
+            info = {**update_info, "first_reader": first} if "first_reader" in update_info else update_info
+            requests.append((WeightTransferUpdateRequest(info),))
+            first += engine.config.tensor_parallel
+        self._call_each("update_weights", requests)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._call("finish_weight_update", weight_version)
 
 
-class Transfer:
-    """The connection to one engine, made at the first ``send`` and kept."""
+async def _control_all(calls: Sequence[tuple[Any, ...]]) -> None:
+    """Await (engine, method, arguments...) of all engines; raise the first error when all have ended."""
+    controls = (engine.control(method, *args) for engine, method, *args in calls)
+    for result in await asyncio.gather(*controls, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
-    def __init__(self, engine: VLLMEngine, loop: asyncio.AbstractEventLoop, bucket_bytes: int):
+
+class Transfer:
+    """The connection to the engines, made at the first ``send`` and kept."""
+
+    def __init__(self, engines: Sequence[VLLMEngine], loop: asyncio.AbstractEventLoop, bucket_bytes: int):
         register()
-        self._engine = engine
-        self._client = EngineClient(engine, loop)
+        self._engines = engines
+        self._client = EngineClient(engines, loop)
         self._bucket_bytes = bucket_bytes
         self._source = PolicySource()
         self._sender: TrainerWeightTransferEngine | None = None
@@ -75,9 +92,10 @@ class Transfer:
         return self._source.num_bytes, parts
 
     def _init_info(self) -> TrainerInitInfo:
-        backend = self._engine.weight_backend
+        backend = self._engines[0].weight_backend
+        num_workers = sum(engine.config.tensor_parallel for engine in self._engines)
         if backend == SHARED_MEMORY_BACKEND:
-            return SharedMemoryTrainerInfo(rank=0, bucket_bytes=self._bucket_bytes)
+            return SharedMemoryTrainerInfo(rank=0, bucket_bytes=self._bucket_bytes, num_readers=num_workers)
         if backend == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
@@ -88,7 +106,7 @@ class Transfer:
             return NCCLTrainerInitInfo(
                 master_address="127.0.0.1",
                 master_port=_free_port(),
-                world_size=1 + self._engine.config.tensor_parallel,
+                world_size=1 + num_workers,
                 packed_buffer_size_bytes=self._bucket_bytes,
                 rank=0,
             )
