@@ -64,6 +64,22 @@ def test_a_problem_of_both_splits_is_kept_for_validation(env):
         env.tasks("test")
 
 
+@pytest.mark.parametrize("tool_call", [True, False])
+def test_the_example_is_what_the_environment_answers(tool_call, bubblewrap, loop, tmp_path):
+    path = write(tmp_path / "train.jsonl", PROBLEMS)
+    env = PythonTool(path, example=True, tool_call=tool_call)
+    try:
+        task = env.tasks("train")[0]
+        system, _, action, observation, answer, problem = task.messages
+        assert ("```python" in system["content"]) == (not tool_call) == (not task.tools)
+        assert problem["content"] == PROBLEMS[0]["problem"] and "\\boxed{}" in system["content"]
+        shown = loop.run(env.step(PythonState(("400",)), action["content"]))
+        assert shown.observation == (observation,)
+        assert loop.run(env.step(shown.state, answer["content"])).reward == 1.0
+    finally:
+        loop.run(env.close())
+
+
 def test_code_runs_and_keeps_its_variables(step):
     first = step(NINE, "Let me see.\n" + call("x = 3\nprint(x)"))
     assert (first.reward, first.done) == (0.0, False)
@@ -174,6 +190,7 @@ def test_scripted_policies_reach_both_rewards_and_forks_replay(env, loop):
         ({"train": "same.jsonl"}, "a different id in each row .* found 'a' twice"),
         ({"sandbox": "none"}, "bubblewrap or unsafe, found 'none'"),
         ({"timeout_s": 0}, "timeout_s above 0"),
+        ({"tool_call": False, "fenced_code": False}, "nothing could run"),
         ({"time_out": 1}, "'python_tool'.*time_out"),
     ],
 )

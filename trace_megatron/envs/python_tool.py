@@ -26,8 +26,8 @@ from trace_megatron.rollout.tool_calls import PYTHON_TOOL, ToolCall, parse_actio
 from trace_megatron.types import Task
 
 SYSTEM = (
-    "Solve the problem step by step. You may run Python code; variables stay between runs, and only what is printed is "
-    "shown. Put the final answer in \\boxed{}."
+    "Solve the problem step by step. You may run Python code{where}; variables stay between runs, and only what is "
+    "printed is shown. Put the final answer in \\boxed{{}}."
 )
 TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -41,6 +41,7 @@ TOOL: Mapping[str, Any] = {
         },
     },
 }
+_EXAMPLE = ("What is the sum of the first 20 odd numbers?", "print(sum(range(1, 40, 2)))", "400")
 _MAX_CALLS = 8  # of one action; more are answered with an error
 _FENCE = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.S)
 
@@ -65,9 +66,10 @@ class PythonTool:
         self,
         train: str | Sequence[str] = (),
         validation: str | Sequence[str] = (),
-        system: str = SYSTEM,
+        system: str = "",
         tool_call: bool = True,
         fenced_code: bool = True,
+        example: bool = False,
         timeout_s: float = 10.0,
         memory_mib: int = 1024,
         output_characters: int = 4000,
@@ -76,7 +78,9 @@ class PythonTool:
     ) -> None:
         """``train``, ``validation``: paths of JSON Lines files; a problem of both is kept for validation.
 
-        ``tool_call``: offer the tool to the chat template; ``fenced_code``: run fenced code where no tool is called.
+        ``system``: the system message, instead of ``SYSTEM``. ``tool_call``: offer the tool to the chat template;
+        ``fenced_code``: run fenced code where no tool is called; ``example``: show a solved problem as earlier turns,
+        which small models need to keep to the form.
         ``timeout_s`` (of processor time), ``memory_mib``, ``output_characters``: limits of one run. ``workers``: runs
         at once, 0 for one on each core. ``sandbox``: "bubblewrap", or "unsafe" where the policy may reach the
         machine's files and network. Raises UserError on bad input, and where bubblewrap does not work.
@@ -87,9 +91,14 @@ class PythonTool:
         for name, limit in limits.items():
             if limit <= 0:
                 raise UserError(f"expected env.params.{name} above 0, found {limit}")
-        self._system = system
+        if not (tool_call or fenced_code):
+            raise UserError(
+                "expected env.params.tool_call or fenced_code to be true, found both false: nothing could run"
+            )
         self._tools = (TOOL,) if tool_call else ()
         self._fenced_code = fenced_code
+        system = system or SYSTEM.format(where="" if tool_call else " in ```python blocks")
+        self._opening = ({"role": "system", "content": system}, *(_example(tool_call) if example else ()))
         held_out = self._read(validation, "validation")
         problems = {task.messages[-1]["content"] for task in held_out}
         everything = self._read(train, "train")
@@ -121,7 +130,7 @@ class PythonTool:
         snippets = _FENCE.findall(parsed.content or "") if self._fenced_code else []
         if snippets:
             state, text = await self._run(state, "\n".join(snippets))
-            return _observed(state, [{"role": "user", "content": f"```output\n{text}\n```"}])
+            return _observed(state, [_output_message(text)])
         text = parsed.content or ""
         answer = extract_boxed(text)
         right = answer is not None and await asyncio.to_thread(_is_right, text, state.answers)
@@ -177,9 +186,23 @@ class PythonTool:
         answer = row["answer"]
         first = answer[0] if isinstance(answer, list) else answer
         answers = list(dict.fromkeys(map(str, [first, *row.get("answer_variants", ())])))
-        system = ({"role": "system", "content": self._system},) if self._system else ()
-        messages = (*system, {"role": "user", "content": row["problem"]})
+        messages = (*self._opening, {"role": "user", "content": row["problem"]})
         return Task(str(row.get("id", fallback_id)), messages, {"answers": answers}, self._tools)
+
+
+def _example(tool_call: bool) -> Sequence[Mapping[str, str]]:
+    """A solved problem, in the form that the policy is offered."""
+    problem, code, answer = _EXAMPLE
+    action, observation = f"```python\n{code}\n```", _output_message(answer)
+    if tool_call:
+        arguments = json.dumps({"name": PYTHON_TOOL, "arguments": {"code": code}})
+        action, observation = f"<tool_call>\n{arguments}\n</tool_call>", _tool_message(answer)
+    return (
+        {"role": "user", "content": problem},
+        {"role": "assistant", "content": action},
+        observation,
+        {"role": "assistant", "content": f"The sum is \\boxed{{{answer}}}."},
+    )
 
 
 def _rows(path: str, split: str) -> list[tuple[int, dict[str, Any]]]:
@@ -211,6 +234,10 @@ def _code(call: ToolCall) -> str | None:
 
 def _tool_message(text: str) -> dict[str, str]:
     return {"role": "tool", "name": PYTHON_TOOL, "content": text}
+
+
+def _output_message(text: str) -> dict[str, str]:
+    return {"role": "user", "content": f"```output\n{text}\n```"}
 
 
 def _observed(state: PythonState, messages: Sequence[Mapping[str, str]]) -> Transition:
