@@ -11,6 +11,7 @@ from scripted_engine import TOKENIZER, ScriptedEngine, build_renderer
 from trace_megatron.config import EnvConfig, RolloutConfig
 from trace_megatron.envs import build_environment
 from trace_megatron.envs.python_tool import PythonState, PythonTool
+from trace_megatron.envs.rewards import extract_boxed
 from trace_megatron.errors import UserError
 from trace_megatron.rollout.collector import evaluate
 from trace_megatron.types import Prompt, RolloutStatus
@@ -65,17 +66,20 @@ def test_a_problem_of_both_splits_is_kept_for_validation(env):
 
 
 @pytest.mark.parametrize("tool_call", [True, False])
-def test_the_example_is_what_the_environment_answers(tool_call, bubblewrap, loop, tmp_path):
+def test_the_examples_are_what_the_environment_answers(tool_call, bubblewrap, loop, tmp_path):
     path = write(tmp_path / "train.jsonl", PROBLEMS)
-    env = PythonTool(path, example=True, tool_call=tool_call)
+    env = PythonTool(path, num_examples=3, tool_call=tool_call)
     try:
         task = env.tasks("train")[0]
-        system, _, action, observation, answer, problem = task.messages
+        system, *shown, problem = task.messages
         assert ("```python" in system["content"]) == (not tool_call) == (not task.tools)
         assert problem["content"] == PROBLEMS[0]["problem"] and "\\boxed{}" in system["content"]
-        shown = loop.run(env.step(PythonState(("400",)), action["content"]))
-        assert shown.observation == (observation,)
-        assert loop.run(env.step(shown.state, answer["content"])).reward == 1.0
+        assert len(shown) == 12
+        for start in range(0, 12, 4):
+            _, action, observation, answer = shown[start : start + 4]
+            run = loop.run(env.step(PythonState((extract_boxed(answer["content"]),)), action["content"]))
+            assert run.observation == (observation,)
+            assert loop.run(env.step(run.state, answer["content"])).reward == 1.0
     finally:
         loop.run(env.close())
 
@@ -190,6 +194,7 @@ def test_scripted_policies_reach_both_rewards_and_forks_replay(env, loop):
         ({"train": "same.jsonl"}, "a different id in each row .* found 'a' twice"),
         ({"sandbox": "none"}, "bubblewrap or unsafe, found 'none'"),
         ({"timeout_s": 0}, "timeout_s above 0"),
+        ({"num_examples": 4}, "from 0 to 3, found 4"),
         ({"tool_call": False, "fenced_code": False}, "nothing could run"),
         ({"time_out": 1}, "'python_tool'.*time_out"),
     ],

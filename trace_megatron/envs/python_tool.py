@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,11 @@ TOOL: Mapping[str, Any] = {
         },
     },
 }
-_EXAMPLE = ("What is the sum of the first 20 odd numbers?", "print(sum(range(1, 40, 2)))", "400")
+_EXAMPLES = (  # problem, code, what it prints
+    ("What is the sum of the first 20 odd numbers?", "print(sum(range(1, 40, 2)))", "400"),
+    ("What is 14 * 23?", "print(14 * 23)", "322"),
+    ("A book costs 12 dollars. What do 7 books and a pen of 3 dollars cost?", "print(12 * 7 + 3)", "87"),
+)
 _MAX_CALLS = 8  # of one action; more are answered with an error
 _FENCE = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.S)
 
@@ -69,7 +73,7 @@ class PythonTool:
         system: str = "",
         tool_call: bool = True,
         fenced_code: bool = True,
-        example: bool = False,
+        num_examples: int = 0,
         timeout_s: float = 10.0,
         memory_mib: int = 1024,
         output_characters: int = 4000,
@@ -79,8 +83,8 @@ class PythonTool:
         """``train``, ``validation``: paths of JSON Lines files; a problem of both is kept for validation.
 
         ``system``: the system message, instead of ``SYSTEM``. ``tool_call``: offer the tool to the chat template;
-        ``fenced_code``: run fenced code where no tool is called; ``example``: show a solved problem as earlier turns,
-        which small models need to keep to the form.
+        ``fenced_code``: run fenced code where no tool is called; ``num_examples``: solved problems shown as earlier
+        turns, three at most; small models need them to keep to the form.
         ``timeout_s`` (of processor time), ``memory_mib``, ``output_characters``: limits of one run. ``workers``: runs
         at once, 0 for one on each core. ``sandbox``: "bubblewrap", or "unsafe" where the policy may reach the
         machine's files and network. Raises UserError on bad input, and where bubblewrap does not work.
@@ -91,6 +95,8 @@ class PythonTool:
         for name, limit in limits.items():
             if limit <= 0:
                 raise UserError(f"expected env.params.{name} above 0, found {limit}")
+        if not 0 <= num_examples <= len(_EXAMPLES):
+            raise UserError(f"expected env.params.num_examples from 0 to {len(_EXAMPLES)}, found {num_examples}")
         if not (tool_call or fenced_code):
             raise UserError(
                 "expected env.params.tool_call or fenced_code to be true, found both false: nothing could run"
@@ -98,7 +104,7 @@ class PythonTool:
         self._tools = (TOOL,) if tool_call else ()
         self._fenced_code = fenced_code
         system = system or SYSTEM.format(where="" if tool_call else " in ```python blocks")
-        self._opening = ({"role": "system", "content": system}, *(_example(tool_call) if example else ()))
+        self._opening = ({"role": "system", "content": system}, *_examples(tool_call, num_examples))
         held_out = self._read(validation, "validation")
         problems = {task.messages[-1]["content"] for task in held_out}
         everything = self._read(train, "train")
@@ -190,19 +196,17 @@ class PythonTool:
         return Task(str(row.get("id", fallback_id)), messages, {"answers": answers}, self._tools)
 
 
-def _example(tool_call: bool) -> Sequence[Mapping[str, str]]:
-    """A solved problem, in the form that the policy is offered."""
-    problem, code, answer = _EXAMPLE
-    action, observation = f"```python\n{code}\n```", _output_message(answer)
-    if tool_call:
-        arguments = json.dumps({"name": PYTHON_TOOL, "arguments": {"code": code}})
-        action, observation = f"<tool_call>\n{arguments}\n</tool_call>", _tool_message(answer)
-    return (
-        {"role": "user", "content": problem},
-        {"role": "assistant", "content": action},
-        observation,
-        {"role": "assistant", "content": f"The sum is \\boxed{{{answer}}}."},
-    )
+def _examples(tool_call: bool, number: int) -> Iterator[Mapping[str, str]]:
+    """Solved problems, in the form that the policy is offered."""
+    for problem, code, answer in _EXAMPLES[:number]:
+        action, observation = f"```python\n{code}\n```", _output_message(answer)
+        if tool_call:
+            arguments = json.dumps({"name": PYTHON_TOOL, "arguments": {"code": code}})
+            action, observation = f"<tool_call>\n{arguments}\n</tool_call>", _tool_message(answer)
+        yield {"role": "user", "content": problem}
+        yield {"role": "assistant", "content": action}
+        yield observation
+        yield {"role": "assistant", "content": f"The answer is \\boxed{{{answer}}}."}
 
 
 def _rows(path: str, split: str) -> list[tuple[int, dict[str, Any]]]:
