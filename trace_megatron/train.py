@@ -7,8 +7,6 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from trace_megatron.algorithm.selectors import PromptHistory, build_selector
@@ -22,7 +20,7 @@ from trace_megatron.report.lines import describe_failures, describe_step, descri
 from trace_megatron.rollout.collector import Collector
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.run_folder import RunFolder, read_state
-from trace_megatron.sampling import max_model_len, open_sampling
+from trace_megatron.sampling import Sampling, max_model_len, open_sampling
 from trace_megatron.step import Parts, push_weights, run_step
 from trace_megatron.tree_files import write_trees
 from trace_megatron.weight_sync.push import WeightSync
@@ -61,7 +59,8 @@ def train(folder: RunFolder, resume: bool) -> None:
         checkpoint = folder.latest_checkpoint() if resume else None
         if checkpoint:  # before the engine starts: a checkpoint of another shape is refused at once
             policy.load_checkpoint(checkpoint / "policy")
-        with _build_parts(config, policy, predictor or ConstantPredictor()) as parts:
+        with asyncio.Runner() as loop, open_sampling(config, loop) as sampling:
+            parts = build_parts(config, policy, predictor or ConstantPredictor(), sampling, loop)
             drive(parts, folder, checkpoint)
 
 
@@ -94,33 +93,34 @@ def drive(parts: Parts, folder: RunFolder, checkpoint: Path | None) -> None:
         say(line)
 
 
-@contextmanager
-def _build_parts(config: Config, policy: Policy, predictor: Predictor) -> Iterator[Parts]:
-    with asyncio.Runner() as loop, open_sampling(config, loop) as sampling:
-        prefix_scores = TimedScores(predictor)
-        selector = build_selector(config.method, config.budget)
-        yield Parts(
-            config=config,
-            prompts=sampling.prompts("train"),
-            predictor=predictor,
-            prefix_scores=prefix_scores,
-            selector=selector,
-            history=PromptHistory(),
-            collector=Collector(
-                sampling.engine,
-                sampling.environment,
-                sampling.renderer,
-                selector,
-                prefix_scores,
-                config.rollout,
-                config.run.seed,
-                max_model_len(config),
-            ),
-            policy=policy,
-            weight_sync=WeightSync(sampling.engine, config.sync),
-            sampling=sampling,
-            loop=loop,
-        )
+def build_parts(
+    config: Config, policy: Policy, predictor: Predictor, sampling: Sampling, loop: asyncio.Runner
+) -> Parts:
+    """What ``drive`` works with, on a running engine."""
+    prefix_scores = TimedScores(predictor)
+    selector = build_selector(config.method, config.budget)
+    return Parts(
+        config=config,
+        prompts=sampling.prompts("train"),
+        predictor=predictor,
+        prefix_scores=prefix_scores,
+        selector=selector,
+        history=PromptHistory(),
+        collector=Collector(
+            sampling.engine,
+            sampling.environment,
+            sampling.renderer,
+            selector,
+            prefix_scores,
+            config.rollout,
+            config.run.seed,
+            max_model_len(config),
+        ),
+        policy=policy,
+        weight_sync=WeightSync(sampling.engine, config.sync),
+        sampling=sampling,
+        loop=loop,
+    )
 
 
 def _checkpoint(parts: Parts, folder: RunFolder, step: int) -> None:

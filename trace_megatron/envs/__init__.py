@@ -43,11 +43,18 @@ def _bfcl(params: Mapping[str, Any]) -> Environment:
     return BFCL(**params)
 
 
+def _calculator(params: Mapping[str, Any]) -> Environment:
+    from trace_megatron.envs.calculator import Calculator
+
+    return Calculator(**params)
+
+
 _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     "reasoning_gym": _reasoning_gym,
     "python_tool": _python_tool,
     "retrieval": _retrieval,
     "bfcl": _bfcl,
+    "calculator": _calculator,
 }
 
 

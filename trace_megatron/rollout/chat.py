@@ -102,6 +102,10 @@ class ChatRenderer:
             raise ValueError("an action that no stop token ended has no observation")
         return self._encode(self._text_after_action(messages, opening, tools))[1:]
 
+    def text_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of an action's text, for demonstrations: what a policy would have sampled, without the stop token."""
+        return self._encode(text)
+
     def action_text(self, action_ids: Sequence[int]) -> str:
         """The action as text, without the stop token; other special tokens stay, tool calls may need them."""
         stopped = bool(action_ids) and action_ids[-1] in self.stop_token_ids
