@@ -1,0 +1,105 @@
+"""Runs of the calculator task side by side: every variant, every seed, one engine for all.
+
+    python examples/calculator/experiment.py compare|ablate [--seeds 5] [section.key=value ...]
+
+``compare``: grpo, pcl, treepo and trace at one budget. ``ablate``: the stages of TRACE, budget shapes, predictors,
+target modes. Runs go to runs/calculator/; finished ones are left alone, an interrupted one starts again, so the command
+can be repeated until all are done. Then: python examples/calculator/results.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from trace_megatron.checks import check_config
+from trace_megatron.config import Config, load_config
+from trace_megatron.log import say
+from trace_megatron.metrics import read_lines
+from trace_megatron.policy import parallel
+from trace_megatron.policy.worker import Policy
+from trace_megatron.predictor import ConstantPredictor, build_predictor
+from trace_megatron.run_folder import RunFolder
+from trace_megatron.sampling import Sampling, open_sampling
+from trace_megatron.train import build_parts, drive
+
+CONFIG = Path(__file__).with_name("config.yaml")
+
+COMPARED = {
+    "grpo": ("method.selector=uniform", "method.advantage=grpo", "budget.candidates=16", "predictor.kind=none"),
+    "pcl": ("method.selector=pcl", "method.advantage=grpo"),
+    "treepo": ("method.selector=treepo", "predictor.kind=none"),
+    "trace": (),
+}
+ABLATED = {
+    "neither": ("method.options={root: uniform, prefix: uniform}", "predictor.kind=none"),
+    "root-only": ("method.options={prefix: uniform}",),
+    "prefix-only": ("method.options={root: uniform}",),
+    "both": (),
+    "shape-32-2": ("budget.rollouts=32",),
+    "shape-32-6": ("budget.rollouts=32", "budget.continuations=6"),
+    "oracle": ("predictor.kind=oracle",),
+    "constant": ("predictor.kind=constant",),
+    "bare-mean": ("predictor.target_mode=bare_mean",),
+    "path-uniform": ("predictor.target_mode=path_uniform",),
+}
+SUITES = {"compare": (COMPARED, 5), "ablate": (ABLATED, 3)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--seeds", type=int, default=0, help="seeds of each variant; 0: the suite's own number")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, for all runs")
+    options = parser.parse_args()
+    variants, num_seeds = SUITES[options.suite]
+    configs = [
+        config
+        for seed in range(options.seeds or num_seeds)
+        for name, changes in variants.items()
+        if not is_finished(config := configure(name, changes, seed, options.overrides))
+    ]
+    for config in configs:
+        check_config(config)
+    say(f"{options.suite}: {len(configs)} runs to do")
+    if not configs:
+        return
+    with asyncio.Runner() as loop, open_sampling(configs[0], loop) as sampling:
+        for number, config in enumerate(configs, 1):
+            start_s = time.perf_counter()
+            run(config, replace(sampling, config=config), loop)
+            say(f"{config.run.name}: {time.perf_counter() - start_s:.0f} s, {number} of {len(configs)} done")
+
+
+def configure(name: str, changes: tuple[str, ...], seed: int, overrides: list[str]) -> Config:
+    return load_config(CONFIG, [*changes, *overrides, f"run.seed={seed}", f"run.name={name}-s{seed}"])
+
+
+def is_finished(config: Config) -> bool:
+    return len(read_lines(RunFolder.of(config).root / "metrics.jsonl")) == config.run.steps
+
+
+def run(config: Config, sampling: Sampling, loop: asyncio.Runner) -> None:
+    folder = RunFolder.of(config)
+    shutil.rmtree(folder.root, ignore_errors=True)  # of an interruption
+    folder.prepare(config, resume=False)
+    policy = Policy(
+        config.policy,
+        config.optimizer,
+        config.loss,
+        temperature=config.rollout.temperature,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+    )
+    with policy:
+        predictor = build_predictor(config.predictor, config.run.seed) or ConstantPredictor()
+        drive(build_parts(config, policy, predictor, sampling, loop), folder, None)
+    parallel.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""Tables and plots of the calculator runs, as Markdown on stdout and PNG files.
+
+    python examples/calculator/results.py [--root runs/calculator] [--baseline treepo]
+
+Primary: effective ratio, the mean over a run's steps. Then held-out accuracy at the last validation, at equal units (same
+step) and at equal sampled tokens (the smallest total of all runs). Differences are paired by seed, intervals 95 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+
+from trace_megatron.errors import UserError
+from trace_megatron.metrics import read_lines
+from trace_megatron.report.statistics import mean_interval, paired_difference, value_at
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    variant: str
+    seed: int
+    lines: list[dict]
+    """metrics.jsonl."""
+
+    def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """(index of the step, value) of the steps that have one."""
+        found = [(index, line[key]) for index, line in enumerate(self.lines) if line.get(key) is not None]
+        return np.array([index for index, _ in found]), np.array([value for _, value in found])
+
+    def mean(self, key: str) -> float:
+        return float(np.mean(self.series(key)[1]))
+
+    def total(self, key: str) -> float:
+        return float(np.sum(self.series(key)[1]))
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """Sampled so far, after each step."""
+        return np.cumsum(self.series("rollout/generated_tokens")[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--root", type=Path, default=Path("runs/calculator"))
+    parser.add_argument("--baseline", default="treepo")
+    options = parser.parse_args()
+    runs = list(read_runs(options.root))
+    if not runs:
+        raise SystemExit(f"error: expected runs below '{options.root}', found none: run experiment.py first")
+    print("\n\n".join(tables(runs, options.baseline)))
+    plot(runs, "rollout/effective_ratio", "effective ratio", options.root / "effective_ratio.png")
+    plot(runs, "validation/accuracy", "held-out accuracy", options.root / "accuracy.png")
+
+
+def read_runs(root: Path) -> Iterator[Run]:
+    for folder in sorted(path.parent for path in root.glob("*/metrics.jsonl")):
+        variant, _, seed = folder.name.rpartition("-s")
+        if variant and seed.isdigit():
+            yield Run(variant, int(seed), [json.loads(line) for line in read_lines(folder / "metrics.jsonl")])
+
+
+def tables(runs: Sequence[Run], baseline: str) -> Iterator[str]:
+    least_tokens = min(run.tokens[-1] for run in runs)
+    yield table("effective ratio, mean over steps", runs, baseline, lambda run: run.mean("rollout/effective_ratio"))
+    yield table("held-out accuracy before and after", runs, baseline, final_accuracy)
+    yield table(
+        f"held-out accuracy after {least_tokens:,.0f} sampled tokens",
+        runs,
+        baseline,
+        lambda run: accuracy_at_tokens(run, least_tokens),
+    )
+    yield table("mixed pairs per unit", runs, baseline, lambda run: run.mean("rollout/contrasts_per_unit"))
+    yield table("units", runs, baseline, lambda run: run.total("rollout/units"))
+    yield table("sampled tokens", runs, baseline, lambda run: float(run.tokens[-1]))
+    yield table("predictor's share of the time", runs, baseline, lambda run: run.mean("time/predictor_share"))
+    yield table(
+        "seconds",
+        runs,
+        baseline,
+        lambda run: sum(run.total(key) for key in run.lines[-1] if key.startswith("seconds/")),
+    )
+    for key in ("calibration/root_spearman", "calibration/prefix_spearman", "calibration/root_brier"):
+        scored = [run for run in runs if run.series(key)[1].size]
+        if scored:
+            yield table(f"{key.partition('/')[2].replace('_', ', ')}, last half", scored, baseline, last_half(key))
+
+
+def table(title: str, runs: Sequence[Run], baseline: str, measure: Callable[[Run], float]) -> str:
+    """One row a variant: the mean over seeds, and the paired difference to the baseline."""
+    values: dict[str, dict[int, float]] = {}
+    for run in runs:
+        values.setdefault(run.variant, {})[run.seed] = measure(run)
+    lines = [f"### {title}", "| variant | seeds | mean | minus " + baseline + " |", "| --- | --- | --- | --- |"]
+    for variant, by_seed in values.items():
+        shared = by_seed.keys() & values.get(baseline, {}).keys()
+        known = variant != baseline and shared
+        difference = str(paired_difference(by_seed, values[baseline])) if known else ""
+        lines.append(f"| {variant} | {len(by_seed)} | {mean_interval(list(by_seed.values()))} | {difference} |")
+    return "\n".join(lines)
+
+
+def final_accuracy(run: Run) -> float:
+    return float(run.series("validation/accuracy")[1][-1])
+
+
+def accuracy_at_tokens(run: Run, tokens: float) -> float:
+    steps, accuracies = run.series("validation/accuracy")
+    return value_at(run.tokens[steps], accuracies, tokens)
+
+
+def last_half(key: str) -> Callable[[Run], float]:
+    def measure(run: Run) -> float:
+        values = run.series(key)[1]
+        return float(np.mean(values[values.size // 2 :]))
+
+    return measure
+
+
+def plot(runs: Sequence[Run], key: str, label: str, path: Path) -> None:
+    """Mean over seeds with its 95 % interval, by step."""
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for variant in dict.fromkeys(run.variant for run in runs):
+        curves = [run.series(key) for run in runs if run.variant == variant]
+        length = min(values.size for _, values in curves)
+        if not length:
+            continue
+        steps = curves[0][0][:length] + 1
+        intervals = [mean_interval([values[index] for _, values in curves]) for index in range(length)]
+        (line,) = axes.plot(steps, [interval.mean for interval in intervals], label=variant)
+        if len(curves) > 1:
+            low, high = ([getattr(interval, side) for interval in intervals] for side in ("low", "high"))
+            axes.fill_between(steps, low, high, color=line.get_color(), alpha=0.15)
+    axes.set(xlabel="step", ylabel=label)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from error
