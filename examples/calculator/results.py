@@ -2,8 +2,9 @@
 
     python examples/calculator/results.py [--root runs/calculator] [--baseline treepo]
 
-Primary: effective ratio, the mean over a run's steps. Then held-out accuracy at the last validation, at equal units (same
-step) and at equal sampled tokens (the smallest total of all runs). Differences are paired by seed, intervals 95 %.
+Primary: effective ratio, the mean over a run's steps. Then held-out accuracy at the last validation, at equal units
+(the same step) and at equal sampled tokens (the smallest total of all runs). Differences are paired by seed,
+intervals 95 %.
 """
 
 from __future__ import annotations
