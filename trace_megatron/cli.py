@@ -13,10 +13,12 @@ from trace_megatron.config import load_config
 from trace_megatron.errors import RolloutError, UserError
 from trace_megatron.launch.local import run_ranks
 from trace_megatron.log import say
+from trace_megatron.report.tree_view import describe_trees, draw_tree
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.run_folder import RunFolder
 from trace_megatron.simulate.compare import METHODS, advise, compare_methods, compare_shapes, parse_shapes
 from trace_megatron.simulate.table import describe_rows
+from trace_megatron.tree_files import read_step
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -126,6 +128,53 @@ def _compare(hf_folder: Path, megatron_folder: Path) -> None:
     from trace_megatron.policy.convert_check import compare_logits
 
     say(f"logits agree to {compare_logits(hf_folder, megatron_folder):.1e} of the largest")
+
+
+@app.command()
+def report(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Write runs/NAME/report.html: curves, times, trees and configuration of a run."""
+    from trace_megatron.report.html import write_report
+    from trace_megatron.rollout.chat import decoder  # transformers
+
+    resolved = load_config(config, overrides or [])
+    typer.echo(write_report(RunFolder.of(resolved).root, decoder(resolved.policy.model)))
+
+
+@app.command("inspect")
+def inspect_trees(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    step: Annotated[int, typer.Option(help="Step; 0: the last one.")] = 0,
+    tree: Annotated[int, typer.Option(help="Number of a tree to print in full; -1: list them all.")] = -1,
+) -> None:
+    """Read a run's rollout trees: a list of a step's trees, or one with its text."""
+    from trace_megatron.rollout.chat import decoder  # transformers
+
+    resolved = load_config(config, overrides or [])
+    trees = read_step(RunFolder.of(resolved).trees, step)
+    if tree < 0:
+        lines = describe_trees(trees)
+    elif tree < len(trees):
+        lines = draw_tree(trees[tree], decoder(resolved.policy.model))
+    else:
+        raise UserError(f"expected --tree below {len(trees)}, the trees of that step, found {tree}")
+    for line in lines:
+        typer.echo(line)
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option("-c", "--config", help="Also check this run's configuration.")] = None,
+    overrides: Overrides = None,
+) -> None:
+    """What this machine has and lacks for a run."""
+    from trace_megatron.doctor import Verdict, examine  # imports torch and the policy's checks
+
+    findings = list(examine(load_config(config, overrides or []) if config else None))
+    for finding in findings:
+        typer.echo(finding)
+    if any(finding.verdict is Verdict.WRONG for finding in findings):
+        sys.exit(2)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import zstandard
 
+from trace_megatron.errors import UserError
 from trace_megatron.types import Anchor, Prompt, Rollout, RolloutStatus, RolloutTree, Task, Turn
 
 
@@ -26,6 +27,16 @@ def read_trees(path: Path) -> list[RolloutTree]:
     """The trees of one step, as they were."""
     text = zstandard.ZstdDecompressor().decompress(path.read_bytes()).decode()
     return [_tree(json.loads(line)) for line in text.split("\n") if line]
+
+
+def read_step(folder: Path, step: int = 0) -> list[RolloutTree]:
+    """The trees of one step of a run's ``trees`` folder; 0: of the last. Raises UserError where there are none."""
+    files = sorted(folder.glob("step_*.jsonl.zst"))
+    if step:
+        files = [file for file in files if file.name == f"step_{step:06d}.jsonl.zst"]
+    if not files:
+        raise UserError(f"expected trees of {f'step {step}' if step else 'a step'} in '{folder}', found none")
+    return read_trees(files[-1])
 
 
 def _tree(values: dict[str, Any]) -> RolloutTree:

@@ -10,7 +10,7 @@ Tools go to the template. One that does not know them (SmolLM2's) finds them des
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +167,14 @@ class ChatRenderer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def decoder(folder: str | Path) -> Callable[[Sequence[int]], str]:
+    """Token ids -> text, special tokens included, by the tokenizer of an HF folder."""
+    if not str(folder) or not Path(folder).is_dir():
+        raise UserError(f"expected an HF model folder with the run's tokenizer, found nothing at '{folder}'")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
 def _with_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
