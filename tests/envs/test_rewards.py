@@ -131,16 +131,18 @@ def test_pathological_answers_take_a_limited_time():
 
 
 def test_a_judge_that_hangs_or_dies_is_replaced():
-    pool = MathPool(num_judges=1, timeout_s=0.2)
+    pool = MathPool(num_judges=1)
     try:
-        assert pool.is_equal("1/2", "0.5") or pool.is_equal("1/2", "0.5")
+        assert pool.is_equal("1/2", "0.5")
         (judge,) = pool._idle
         judge.send_signal(signal.SIGSTOP)
+        pool._timeout_s = 0.1
         assert not pool.is_equal("1/2", "0.5") and judge.returncode == -signal.SIGKILL
-        MathPool.is_equal(pool, "1", "2")
-        pool._idle[0].kill()
-        pool._idle[0].wait()
-        pool._timeout_s = 20
+        pool._timeout_s = 60.0
+        assert pool.is_equal("1/2", "0.5")
+        (judge,) = pool._idle
+        judge.kill()
+        judge.wait()
         assert pool.is_equal("1/2", "0.5")
     finally:
         pool.close()
