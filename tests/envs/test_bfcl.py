@@ -15,14 +15,18 @@ import mpmath
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout.scripted_engine import TOKENIZER, ScriptedEngine, build_renderer
 
-from trace_megatron.config import EnvConfig
+from trace_megatron.config import EnvConfig, RolloutConfig
 from trace_megatron.envs import build_environment
 from trace_megatron.envs.bfcl import BFCL, BFCLState
 from trace_megatron.envs.bfcl_data import CLASSES, SUBSETS, load_entries
 from trace_megatron.envs.bfcl_replay import ground_truth_actions
 from trace_megatron.errors import UserError
 from trace_megatron.rollout.env import Transition
+from trace_megatron.rollout.episode import EpisodeRunner
+from trace_megatron.rollout.tool_calls import parse_tool_calls
+from trace_megatron.types import Anchor, Prompt, RolloutStatus
 
 ROOT = Path(__file__).parents[2]
 ENTRIES = load_entries()
@@ -85,6 +89,26 @@ def test_splits_share_no_scenario():
     assert len(chosen) == 25 and {entry.subset for entry in chosen} == {"base"}
 
 
+def test_a_worked_example_is_a_training_turn_with_tools_that_are_shown():
+    plain = {task.task_id: task for split in ("train", "validation") for task in ENVIRONMENT.tasks(split)}
+    environment = BFCL(worked_example=True)
+    training_requests = {task.messages[0]["content"] for task in ENVIRONMENT.tasks("train")}
+    without = 0
+    for task in [*environment.tasks("train")[::7], *environment.tasks("validation")[::3]]:
+        own = plain[task.task_id].messages
+        example = task.messages[: len(task.messages) - len(own)]
+        assert task.messages[len(example) :] == own
+        without += not example
+        if example:
+            assert example[0]["content"] in training_requests - {own[0]["content"]}
+            assert [message["role"] for message in example[1:-1]] == ["assistant", "tool"] * ((len(example) - 2) // 2)
+            assert example[-1] == {"role": "assistant", "content": "Done."}
+            names = {tool["function"]["name"] for tool in task.tools}
+            assert all(parse_tool_calls(message["content"])[1][0].name in names for message in example[1:-1:2])
+            assert not any("Error" in message["content"] for message in example if message["role"] == "tool")
+    assert without < 5
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -126,6 +150,36 @@ def test_a_scripted_policy_earns_1_and_0(subset):
     assert (nothing[-1].reward, nothing[-1].done) == (0.0, True)
     assert nothing[-1].info["error_type"] == "multi_turn:empty_turn_model_response"
     assert json.loads(json.dumps(right[-1].info)) == right[-1].info
+
+
+@pytest.mark.parametrize("subset", SUBSETS)
+def test_ground_truth_and_its_forks_are_right_as_episodes(subset):
+    """Through the episode runner: token in, token out, from the root and from every visited prefix."""
+    entry_id = f"multi_turn_{subset}_145"
+    task = next(
+        task for split in ("train", "validation") for task in ENVIRONMENT.tasks(split) if task.task_id == entry_id
+    )
+    actions, renderer = ground_truth_actions(ENTRIES[entry_id]), build_renderer()
+    engine = ScriptedEngine(
+        lambda request: actions[TOKENIZER.decode(request.token_ids).count("<|im_start|>assistant") - 1]
+    )
+    config = RolloutConfig(max_turns=40, max_new_tokens=2000, max_response_tokens=10**6, max_prompt_tokens=10**6)
+    runner = EpisodeRunner(engine, ENVIRONMENT, renderer, config, 0)
+    prompt = Prompt(entry_id, task, renderer.prompt_ids(task.messages, task.tools))
+
+    async def episodes():
+        original = await runner.play(prompt, step=0, k=0)
+        forks = [
+            await runner.play(prompt, step=0, k=0, anchor=Anchor(0, turn), start=visit)
+            for turn, visit in reversed(list(enumerate(original.visits, start=1)))
+        ]
+        return original.rollout, [fork.rollout for fork in reversed(forks)]
+
+    rollout, forks = asyncio.run(episodes())
+    assert len(rollout.turns) == len(actions) and len(forks) == len(actions) - 1
+    assert {(one.status, one.reward) for one in (rollout, *forks)} == {(RolloutStatus.FINISHED, 1.0)}
+    for turn, fork in enumerate(forks, start=1):
+        assert [t.observation_ids for t in fork.turns] == [t.observation_ids for t in rollout.turns[turn:]]
 
 
 def test_more_than_20_steps_in_a_turn_end_the_conversation():

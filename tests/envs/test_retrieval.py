@@ -22,6 +22,7 @@ from trace_megatron.retrieval.client import RetrievalError
 from trace_megatron.retrieval.index import Index, build_index
 from trace_megatron.rollout.env import Transition
 from trace_megatron.rollout.episode import EpisodeRunner
+from trace_megatron.rollout.tool_calls import parse_tool_calls
 from trace_megatron.types import Prompt, RolloutStatus
 
 QUESTIONS = [
@@ -134,6 +135,11 @@ def test_tasks_show_the_tool_and_keep_held_out_questions_out_of_training(files):
         task.messages[-1]["content"] == QUESTIONS[0]["question"] and task.payload["answers"] == QUESTIONS[0]["answers"]
     )
     assert [task.task_id for task in environment.tasks("validation")] == ["v"]
+    shown = Retrieval(train=str(files / "train.jsonl"), url="http://unused", num_examples=1).tasks("train")[0]
+    assert (shown.messages[0], shown.messages[-1]) == (task.messages[0], task.messages[-1])
+    searches = [parse_tool_calls(message["content"])[1] for message in shown.messages[2:-2:2]]
+    assert [call.name for calls in searches for call in calls] == ["search"] * 2
+    assert extract_answer(shown.messages[-2]["content"]) == "Black Sea"
     assert json.loads(json.dumps(task.payload)) == task.payload
 
 
@@ -146,6 +152,7 @@ def test_tasks_show_the_tool_and_keep_held_out_questions_out_of_training(files):
         ({"index": "nowhere"}, "expected an index folder"),
         ({"url": "http://unused", "train": "nowhere.jsonl"}, "found nothing at 'nowhere.jsonl'"),
         ({"url": "http://unused", "num_passages": 0}, "expected positive"),
+        ({"url": "http://unused", "num_examples": 4}, "from 0 to 3, found 4"),
     ],
 )
 def test_mistakes_are_named(params, message):

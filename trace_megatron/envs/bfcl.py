@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,8 @@ try:
     from bfcl_eval.constants.default_prompts import MAXIMUM_STEP_LIMIT
 
     from trace_megatron.envs.bfcl_backend import Call, build_call, execute, judge
-    from trace_megatron.envs.bfcl_data import CLASSES, SUBSETS, Entry, load_entries, split_entries
+    from trace_megatron.envs.bfcl_data import CLASSES, SUBSETS, Entry, Message, load_entries, split_entries
+    from trace_megatron.envs.bfcl_replay import ground_truth_actions
 except ImportError as error:
     raise UserError(
         f"expected the packages bfcl-eval and mpmath for env.name=bfcl, found no {error.name}: "
@@ -53,26 +55,57 @@ class BFCL:
     """Environment over the four multi-turn subsets."""
 
     def __init__(
-        self, subsets: Sequence[str] = SUBSETS, classes: Sequence[str] = CLASSES, seed: int = 0, **unknown: Any
+        self,
+        subsets: Sequence[str] = SUBSETS,
+        classes: Sequence[str] = CLASSES,
+        seed: int = 0,
+        worked_example: bool = False,
+        **unknown: Any,
     ) -> None:
         """``classes``: only conversations all of whose tools belong to these back-ends; ``seed``: of the 80/20 split.
 
-        Raises UserError for unknown names.
+        ``worked_example``: one turn of a training conversation with the same tools is shown as earlier messages; small
+        models do not call a tool without one, and official figures are without. Raises UserError for unknown names.
         """
         if unknown:
-            raise _unknown_name("parameter of env.params", next(iter(unknown)), ("subsets", "classes", "seed"))
+            known = ("subsets", "classes", "seed", "worked_example")
+            raise _unknown_name("parameter of env.params", next(iter(unknown)), known)
         for what, names, known in (("BFCL subset", subsets, SUBSETS), ("BFCL tool class", classes, CLASSES)):
             for name in names:
                 if name not in known:
                     raise _unknown_name(what, str(name), known)
         self._subsets, self._classes, self._seed = tuple(subsets), tuple(classes), seed
+        self._examples = split_entries("train", ("base",), self._classes, seed) if worked_example else []
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Conversations of one side of the split; both sides hold every subset, but no scenario is on both."""
         return [
-            Task(entry.entry_id, entry.user_turns[0], {"entry_id": entry.entry_id}, tools=entry.tools)
+            Task(
+                entry.entry_id,
+                (*self._worked_example(entry), *entry.user_turns[0]),
+                {"entry_id": entry.entry_id},
+                tools=entry.tools,
+            )
             for entry in split_entries(split, self._subsets, self._classes, self._seed)
         ]
+
+    def _worked_example(self, entry: Entry) -> tuple[Message, ...]:
+        """The first turn of another training conversation whose calls the entry's own tools allow."""
+        shown = {tool["function"]["name"] for tool in entry.tools}
+        for other in self._examples:
+            if other.classes != entry.classes or other.scenario == entry.scenario:
+                continue
+            actions = ground_truth_actions(other)
+            actions = actions[: actions.index("Done.") + 1]
+            calls = [
+                build_call(other, call.name, call.arguments)
+                for action in actions
+                for call in parse_tool_calls(action)[1]
+            ]
+            if calls and {call.name for call in calls} <= shown:
+                results = [result for _, result in execute(other, (), calls)]
+                return (*other.user_turns[0], *_transcript(actions, results))
+        return ()
 
     async def reset(self, task: Task) -> BFCLState:
         return BFCLState(task.payload["entry_id"])
@@ -105,6 +138,14 @@ def _next_turn(state: BFCLState) -> BFCLState:
 def _end(entry: Entry, state: BFCLState) -> Transition:
     verdict = judge(entry, state.finished_turns)
     return Transition(state, (), float(verdict["valid"]), True, {**_info(entry, state), **verdict})
+
+
+def _transcript(actions: Sequence[str], results: Sequence[str]) -> Iterator[Message]:
+    """Actions of one call each with their results in between."""
+    for action, result in itertools.zip_longest(actions, results):
+        yield {"role": "assistant", "content": action}
+        if result is not None:
+            yield {"role": "tool", "content": result}
 
 
 def _info(entry: Entry, state: BFCLState) -> dict[str, Any]:

@@ -44,6 +44,37 @@ SEARCH_TOOL: Mapping[str, Any] = {
     },
 }
 
+
+def _search_turn(query: str, passage: str) -> tuple[Mapping[str, Any], ...]:
+    call = json.dumps({"name": "search", "arguments": {"query": query}})
+    return (
+        {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+        {"role": "tool", "name": "search", "content": passage},
+    )
+
+
+# Solved questions in the form that is asked for; passages as `_passage_text` writes them.
+_EXAMPLES: tuple[tuple[Mapping[str, Any], ...], ...] = (
+    (
+        {"role": "user", "content": "Into which sea flows the river on which Vienna lies?"},
+        *_search_turn("Vienna river", "[1] Vienna\nVienna, the capital of Austria, lies on the Danube."),
+        *_search_turn("Danube mouth", "[1] Danube\nThe Danube rises in Germany and ends in the Black Sea."),
+        {"role": "assistant", "content": "<answer>Black Sea</answer>"},
+    ),
+    (
+        {"role": "user", "content": "Do the Nile and the Amazon flow on the same continent?"},
+        *_search_turn("Nile continent", "[1] Nile\nThe Nile flows northwards through north-eastern Africa."),
+        *_search_turn("Amazon continent", "[1] Amazon River\nThe Amazon is the largest river of South America."),
+        {"role": "assistant", "content": "<answer>no</answer>"},
+    ),
+    (
+        {"role": "user", "content": "What is the currency of the country whose capital is Tokyo?"},
+        *_search_turn("Tokyo capital", "[1] Tokyo\nTokyo is the capital of Japan."),
+        *_search_turn("Japan currency", "[1] Economy of Japan\nThe currency of Japan is the yen."),
+        {"role": "assistant", "content": "<answer>yen</answer>"},
+    ),
+)
+
 _ANSWER_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.S | re.I)
 _MAX_CALLS = 8  # of one action
 _QUOTES = "*`\"' "
@@ -70,15 +101,18 @@ class Retrieval:
         num_passages: int = 3,
         max_passage_chars: int = 1200,
         timeout_s: float = 30.0,
+        num_examples: int = 0,
         **unknown: Any,
     ) -> None:
         """``train``, ``validation``: JSONL files of {"id", "question", "answers"}; a question of both is validation's.
 
         ``index``: a folder, for which a server is started here; ``url``: or a server that runs already.
-        ``num_passages`` of a search, each cut after ``max_passage_chars``. Raises UserError on bad input.
+        ``num_passages`` of a search, each cut after ``max_passage_chars``. ``num_examples``: solved questions
+        shown as earlier turns, at most 3; small models do not call a tool without them. Raises UserError on bad input.
         """
         if unknown:
             known = ("train", "validation", "index", "url", "num_passages", "max_passage_chars", "timeout_s")
+            known += ("num_examples",)
             name = next(iter(unknown))
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             raise UserError(f"unknown parameter of env.params '{name}': did you mean '{nearest[0]}'?")
@@ -86,9 +120,12 @@ class Retrieval:
             raise UserError("expected either env.params.index or env.params.url, found " + ("both" if url else "none"))
         if num_passages < 1 or max_passage_chars < 1 or timeout_s <= 0:
             raise UserError("expected positive env.params num_passages, max_passage_chars and timeout_s")
-        held_out = _read_questions(validation)
+        if not 0 <= num_examples <= len(_EXAMPLES):
+            raise UserError(f"expected env.params.num_examples from 0 to {len(_EXAMPLES)}, found {num_examples}")
+        example = [message for messages in _EXAMPLES[:num_examples] for message in messages]
+        held_out = _read_questions(validation, example)
         shown = {task.payload["question"] for task in held_out}
-        training = [task for task in _read_questions(train) if task.payload["question"] not in shown]
+        training = [task for task in _read_questions(train, example) if task.payload["question"] not in shown]
         self._tasks = {"train": training, "validation": held_out}
         self._num_passages, self._max_passage_chars = num_passages, max_passage_chars
         if index:
@@ -183,19 +220,19 @@ class _Connection:
             await self._server.stop()
 
 
-def _read_questions(paths: str | Sequence[str]) -> list[Task]:
+def _read_questions(paths: str | Sequence[str], example: Sequence[Mapping[str, Any]]) -> list[Task]:
     tasks: dict[str, Task] = {}
     for path in map(Path, [paths] if isinstance(paths, str) and paths else paths):
         if not path.is_file():
             raise UserError(f"expected questions as JSONL, found nothing at '{path}'")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             if line.strip():
-                task = _parse_question(line, f"{path.stem}-{number}", f"{path}, line {number}")
+                task = _parse_question(line, f"{path.stem}-{number}", f"{path}, line {number}", example)
                 tasks[task.task_id] = task
     return list(tasks.values())
 
 
-def _parse_question(line: str, default_id: str, where: str) -> Task:
+def _parse_question(line: str, default_id: str, where: str, example: Sequence[Mapping[str, Any]]) -> Task:
     try:
         record: Any = json.loads(line)
         question, answers = record["question"], record["answers"]
@@ -206,7 +243,7 @@ def _parse_question(line: str, default_id: str, where: str) -> Task:
         raise UserError(
             f'expected {{"id", "question", "answers": [text, ...]}} in {where}, found {line[:80]!r}'
         ) from None
-    messages = ({"role": "system", "content": _SYSTEM}, {"role": "user", "content": question.strip()})
+    messages = ({"role": "system", "content": _SYSTEM}, *example, {"role": "user", "content": question.strip()})
     payload = {"question": question.strip(), "answers": list(answers)}
     return Task(str(record.get("id", default_id)), messages, payload, tools=(SEARCH_TOOL,))
 

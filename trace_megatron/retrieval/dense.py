@@ -23,7 +23,7 @@ except ImportError as error:
     ) from error
 
 _INDEX_FILE, _VECTORS_FILE = "index.faiss", "vectors.f32"
-_PASSAGES_PER_STEP = 1024  # embedded, written and reported together; what a restart may have to do again
+_PASSAGES_PER_STEP = 256  # embedded, written and reported together; what a restart may have to do again
 _TRAINING_VECTORS = 500_000  # of an inverted file's centroids and codes: 100 per list are plenty up to 5,000 lists
 
 
