@@ -28,7 +28,7 @@ from trace_megatron.policy.worker import Policy
 from trace_megatron.types import TreeBatch
 
 FAMILIES = ("llama-tied", "qwen3-untied")
-EXPERTS = ("qwen3-moe",)
+TIED, UNTIED, EXPERTS = FAMILIES[:1], FAMILIES[1:], ("qwen3-moe",)
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,19 @@ LAYOUTS = [
     Layout("tp2-sp-recompute", TP2 | SP | FULL),
     Layout("pp2", PP2, num_packs=4),
     Layout("pp2-kl", PP2, num_packs=2, loss="kl"),
-    Layout("pp2-uneven", {"pipeline_parallel": 2, "pipeline_layers": (3, 1)}, num_packs=3),
+    Layout("pp2-uneven", {"pipeline_parallel": 2, "pipeline_layers": (3, 1)}, num_packs=3, families=UNTIED),
     Layout("vp2", VP2, num_packs=4),
-    Layout("vp2-odd-kl", VP2, num_packs=3, loss="kl"),
+    Layout("vp2-odd-kl", VP2, num_packs=3, loss="kl", families=TIED),
     Layout("cp2", CP2, num_packs=2),
-    Layout("cp2-replicated", CP2, distributed=False),
-    Layout("cp2-replicated-recompute-decoupled", CP2 | FULL, num_packs=3, loss="decoupled", distributed=False),
+    Layout("cp2-replicated", CP2, distributed=False, families=TIED),
+    Layout(
+        "cp2-replicated-recompute-decoupled",
+        CP2 | FULL,
+        num_packs=3,
+        loss="decoupled",
+        distributed=False,
+        families=UNTIED,
+    ),
     Layout("dp2", DP2, num_packs=2),
     Layout("dp2-replicated", DP2, distributed=False),
     Layout("dp2-dummy", DP2, only_tree=1),
@@ -95,8 +102,8 @@ LAYOUTS = [
     Layout("tp2-pp2-sp-recompute", TP2 | PP2 | SP | FULL, num_packs=4),
     Layout("tp2-vp2-sp-recompute", TP2 | VP2 | SP | FULL, num_packs=3),
     Layout("cp2-tp2-sp", CP2 | TP2 | SP, num_packs=2, distributed=False),
-    Layout("cp2-pp2", CP2 | PP2, num_packs=3, distributed=False),
-    Layout("cp2-dp2-selective", CP2 | DP2 | {"recompute": "selective"}, distributed=False),
+    Layout("cp2-pp2", CP2 | PP2, num_packs=3, distributed=False, families=TIED),
+    Layout("cp2-dp2-selective", CP2 | DP2 | {"recompute": "selective"}, distributed=False, families=UNTIED),
     Layout("tp2-dp2", TP2 | DP2),
     Layout("pp2-dp2", PP2 | DP2, num_packs=2),
     Layout("experts", {}, families=EXPERTS),
