@@ -89,7 +89,7 @@ def without_clock(line: dict) -> dict:
     return {
         key: value
         for key, value in line.items()
-        if not (key.startswith("seconds/") or key.endswith(("_s", "seconds", "predictor_share")))
+        if not (key.startswith("seconds/") or key.endswith(("_s", "seconds", "predictor_share", "peak_memory_gib")))
     }
 
 
