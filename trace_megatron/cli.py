@@ -131,6 +131,15 @@ def _compare(hf_folder: Path, megatron_folder: Path) -> None:
 
 
 @app.command()
+def plan(config: ConfigPath, overrides: Overrides = None) -> None:
+    """Memory by part and seconds by phase on the stated device; refuses what cannot fit and proposes what does."""
+    from trace_megatron.plan.table import describe_plan  # the policy's tables
+
+    for line in describe_plan(load_config(config, overrides or [])):
+        typer.echo(line)
+
+
+@app.command()
 def report(config: ConfigPath, overrides: Overrides = None) -> None:
     """Write runs/NAME/report.html: curves, times, trees and configuration of a run."""
     from trace_megatron.report.html import write_report

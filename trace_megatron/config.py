@@ -224,6 +224,18 @@ class SimulateConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PlanConfig:
+    """What ``trace-megatron plan`` assumes."""
+
+    device: str = "H100"
+    """A row of plan/hardware.py; one for each trainer rank, shared with the engine."""
+    prompt_tokens: float = 0.0
+    """Mean of a prompt; 0: half of ``rollout.max_prompt_tokens``."""
+    response_tokens: float = 0.0
+    """Mean of a rollout's response; 0: half of ``rollout.max_response_tokens``."""
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     run: RunConfig = RunConfig()
     policy: PolicyConfig = PolicyConfig()
@@ -238,6 +250,7 @@ class Config:
     predictor: PredictorConfig = PredictorConfig()
     validation: ValidationConfig = ValidationConfig()
     simulate: SimulateConfig = SimulateConfig()
+    plan: PlanConfig = PlanConfig()
 
 
 def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Config:

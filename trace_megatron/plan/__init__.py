@@ -1,0 +1,1 @@
+"""`trace-megatron plan`: whether a configuration fits its hardware, and how long a step would take there."""
