@@ -7,6 +7,7 @@ import os
 import re
 import time
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -174,6 +175,10 @@ def test_a_state_that_cannot_be_restored_is_an_error(sandbox, loop):
         loop.run(sandbox.run((Cell("import os; os._exit(0)", ""),), "1"))
 
 
+def folder_of(unsafe: Sandbox) -> str:
+    return unsafe._folders[0]
+
+
 def test_without_bubblewrap_nothing_runs_unless_it_is_wanted(monkeypatch, loop):
     monkeypatch.setenv("PATH", "/nowhere")
     bubblewrap_module._isolation.cache_clear()
@@ -184,7 +189,15 @@ def test_without_bubblewrap_nothing_runs_unless_it_is_wanted(monkeypatch, loop):
         run = loop.run(unsafe.run((), "import os\nopen('x', 'w').close()\nprint(os.listdir())\nos.fork()"))
         assert run.output == "['x']\n" and "PermissionError" in run.error
         assert loop.run(unsafe.run((), "import os; os.listdir()")).output == "[]\n"
-        folder = unsafe._folders[0]
+        (worker,) = unsafe._idle
+        with pytest.raises(TimeoutError):
+            loop.run(asyncio.wait_for(unsafe.run((), "import time; time.sleep(600)"), 0.5))
+        assert worker.returncode is not None
+        deadline_s = time.monotonic() + 20
+        while any(folder_of(unsafe) in str(process.info) for process in psutil.process_iter(["cmdline"])):
+            assert time.monotonic() < deadline_s, "the code outlived its worker"
+            time.sleep(0.05)
+        folder = folder_of(unsafe)
     finally:
         loop.run(unsafe.close())
     assert not os.path.exists(folder)

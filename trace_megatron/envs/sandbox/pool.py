@@ -140,4 +140,6 @@ class Sandbox:
 async def _end(worker: asyncio.subprocess.Process) -> None:
     if worker.returncode is None:
         worker.kill()
+    worker.stdin.close()
+    await worker.stdout.read()  # to the end, or the pipe stays open
     await worker.wait()

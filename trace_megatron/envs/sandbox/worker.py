@@ -25,7 +25,7 @@ import sys
 import time
 import traceback
 
-from syscalls import install_filter
+from syscalls import die_with_parent, install_filter
 
 WALL_PER_CPU = 3  # wall-clock seconds for each second of processor time, for code that sleeps and busy machines
 # What such code imports most, so that no request has to.
@@ -181,6 +181,7 @@ def _limit(settings: dict) -> None:
     }
     for kind, limit in limits.items():
         resource.setrlimit(kind, (limit, limit))
+    die_with_parent()
     install_filter()
 
 
