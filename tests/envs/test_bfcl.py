@@ -205,6 +205,8 @@ def test_more_than_20_steps_in_a_turn_end_the_conversation():
         ("power", {"base": 9, "exponent": 10**9}),
         ("round_number", {"number": 5, "decimal_places": -(10**9)}),
         ("logarithm", {"value": 2, "base": 10, "precision": 10**9}),
+        ("logarithm", {"value": 2, "base": 10, "precision": 1e9}),
+        ("logarithm", {"value": 2, "base": 10, "precision": "1_000_000_000"}),
         ("square_root", {"number": 2, "precision": 10**9}),
         ("mean", {"numbers": [1, 10**400]}),
     ],
@@ -227,14 +229,14 @@ def test_python_values_without_json_are_refused(arguments):
 
 def test_the_largest_allowed_numbers_are_cheap():
     largest = {
-        "power": {"base": 2**63 - 1, "exponent": 10_000},
-        "round_number": {"number": 2**62, "decimal_places": -10_000},
-        "logarithm": {"value": 3, "base": 7, "precision": 10_000},
-        "square_root": {"number": 2, "precision": 10_000},
+        "power": {"base": 2**63 - 1, "exponent": 1_000},
+        "round_number": {"number": 2**62, "decimal_places": -1_000},
+        "logarithm": {"value": 3, "base": 7, "precision": 1_000},
+        "square_root": {"number": 2, "precision": 1_000},
     }
     start_s = time.perf_counter()
-    play(MATH, [call(name, arguments) for name, arguments in largest.items()])
-    assert time.perf_counter() - start_s < 5
+    play(MATH, [call(name, arguments) for name, arguments in largest.items()] * 5)
+    assert time.perf_counter() - start_s < 2
 
 
 def test_text_is_never_evaluated(tmp_path):

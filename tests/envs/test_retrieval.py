@@ -210,6 +210,23 @@ def test_a_server_that_dies_or_is_missing_fails_its_rollouts_alone(files):
     assert "expected an answer from the retrieval server at http://127.0.0.1:9" in missing[0].info["error"]
 
 
+def test_rollouts_that_give_up_waiting_leave_the_server_starting(files):
+    async def run():
+        environment = Retrieval(train=str(files / "train.jsonl"), index=str(files / "index"), num_passages=1)
+        task = environment.tasks("train")[0]
+        try:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(environment.reset(task), 0.05)
+            first = environment._connection._server._process.pid
+            transition = await environment.step(await environment.reset(task), call("violin of Oslo"))
+            return transition, first == environment._connection._server._process.pid
+        finally:
+            await environment.close()
+
+    transition, same = asyncio.run(run())
+    assert same and "[1] The violin of Oslo" in transition.observation[0]["content"]
+
+
 def test_a_server_that_cannot_start_is_tried_once(files, tmp_path):
     build_index([files / "corpus.jsonl"], tmp_path / "index", "bm25")
     environment = Retrieval(train=str(files / "train.jsonl"), index=str(tmp_path / "index"))

@@ -27,11 +27,10 @@ from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn
 from trace_megatron.envs.bfcl_data import Entry
 
 # The back-ends compute whatever they are asked to: 9 ** 9 ** 9, or a logarithm to a billion digits. These limits keep
-# every call in the range of a tenth of a second; the ground
-# truths need no integer above 987,654 and no precision above 10.
+# a call in the range of a millisecond; the ground truths need no integer above 987,654 and no precision above 10.
 _MAX_INTEGER = 2**63
-_MAX_MAGNITUDE = {"precision": 10_000, "decimal_places": 10_000, "exponent": 10_000}
-"""Of integers with these names."""
+_MAX_MAGNITUDE = {"precision": 1_000, "decimal_places": 1_000, "exponent": 1_000}
+"""Of arguments with these names, numbers or texts: mpmath takes both."""
 _MAX_PATHS = 20_000
 """Of a file system: a directory copied into itself has no end, and copies of copies double."""
 
@@ -183,10 +182,18 @@ def _refusal(known: frozenset[str], name: str, arguments: Any) -> str:
     for key, value in arguments.items():
         if not isinstance(key, str) or not key.isidentifier():
             return f"expected the name of an argument, found {key!r}"
-        largest = _MAX_MAGNITUDE.get(key, _MAX_INTEGER)
-        if any(isinstance(number, int) and abs(number) > largest for number in _numbers(value)):
-            return f"expected an integer of at most {largest} for {key}"
+        if any(isinstance(number, int) and abs(number) > _MAX_INTEGER for number in _numbers(value)):
+            return f"expected integers of at most {_MAX_INTEGER} for {key}"
+        if key in _MAX_MAGNITUDE and _magnitude(value) > _MAX_MAGNITUDE[key]:
+            return f"expected at most {_MAX_MAGNITUDE[key]} for {key}"
     return ""
+
+
+def _magnitude(value: Any) -> float:
+    try:
+        return abs(float(value))
+    except (TypeError, ValueError):  # no number: the tool will say so
+        return 0.0
 
 
 def _numbers(value: Any) -> Iterator[float]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from trace_megatron.envs.rewards import qa_reward
 from trace_megatron.errors import UserError
-from trace_megatron.retrieval.client import RetrievalClient, RetrievalError
+from trace_megatron.retrieval.client import RetrievalClient
 from trace_megatron.retrieval.index import read_description
 from trace_megatron.retrieval.local import LocalServer
 from trace_megatron.retrieval.passages import Passage
@@ -169,7 +169,8 @@ class Retrieval:
             return _error_text(f"expected the tool search, found {call.name}")
         if not isinstance(query, str) or not query.strip():
             return _error_text('expected the arguments {"query": "<text>"}')
-        passages = await self._connection.client.search(query, self._num_passages)
+        client = await self._connection.open()
+        passages = await client.search(query, self._num_passages)
         return (
             "\n\n".join(
                 _passage_text(number, passage, self._max_passage_chars)
@@ -194,30 +195,28 @@ class _Connection:
     def __init__(self, index: str, url: str, timeout_s: float) -> None:
         self._server = LocalServer(index) if index else None
         self._url, self._timeout_s = url, timeout_s
-        self._opening = asyncio.Lock()
-        self._failure: RetrievalError | None = None
-        self.client: RetrievalClient | None = None
+        self._opening: asyncio.Task[RetrievalClient] | None = None
 
-    async def open(self) -> None:
-        async with self._opening:
-            if self._failure:  # it would fail for every rollout again, each time after a while
-                raise RetrievalError(*self._failure.args)
-            if self.client:
-                return
-            try:
-                url = await self._server.start() if self._server else self._url
-            except RetrievalError as error:
-                self._failure = error
-                raise
-            explain = self._server.failure if self._server else lambda: ""
-            self.client = RetrievalClient(url, timeout_s=self._timeout_s, explain=explain)
+    async def open(self) -> RetrievalClient:
+        """The one client. A server is started once: who gives up waiting leaves it starting, and a failure stays."""
+        if self._opening is None:
+            self._opening = asyncio.get_running_loop().create_task(self._start())
+        return await asyncio.shield(self._opening)
 
     async def close(self) -> None:
-        if self.client:
-            await self.client.close()
-            self.client = None
+        if self._opening:
+            self._opening.cancel()
+            (opened,) = await asyncio.gather(self._opening, return_exceptions=True)
+            if isinstance(opened, RetrievalClient):
+                await opened.close()
         if self._server:
             await self._server.stop()
+
+    async def _start(self) -> RetrievalClient:
+        if self._server is None:
+            return RetrievalClient(self._url, timeout_s=self._timeout_s)
+        url = await self._server.start()
+        return RetrievalClient(url, timeout_s=self._timeout_s, explain=self._server.failure)
 
 
 def _read_questions(paths: str | Sequence[str], example: Sequence[Mapping[str, Any]]) -> list[Task]:
