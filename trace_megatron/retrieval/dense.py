@@ -91,8 +91,8 @@ class DenseIndex:
 
 
 def num_probes(num_lists: int) -> int:
-    """Inverted lists that a search reads: one in 16, at least 8 and at most 128."""
-    return min(num_lists, max(8, min(128, num_lists // 16)))
+    """Inverted lists that a search reads: one in 16, from 32 to 128."""
+    return min(num_lists, max(32, min(128, num_lists // 16)))
 
 
 def _load_encoder(model: str, dtype: str) -> SentenceTransformer:
