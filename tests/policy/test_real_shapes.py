@@ -1,4 +1,4 @@
-"""The published configurations, on the meta device: every HF tensor and every Megatron parameter has its counterpart."""
+"""The published configurations, on the meta device: HF tensors and Megatron parameters have their counterparts."""
 
 import json
 from pathlib import Path

@@ -21,6 +21,7 @@ from trace_megatron.rollout.engine_main import shared_files
 from trace_megatron.rollout.engine_process import processes_below
 from trace_megatron.rollout.vllm_engine import VLLMEngine
 from trace_megatron.types import TensorInfo
+from trace_megatron.weight_sync import shared_memory
 from trace_megatron.weight_sync.push import WeightSync
 from trace_megatron.weight_sync.verify import verify
 
@@ -120,6 +121,22 @@ def test_a_push_replaces_the_weights(loop, engine, sync, old, new):
     push(loop, sync, old, version=8)
     assert_samples_from(loop, engine, old, version=8)
     assert not sync.verify_due
+
+
+def test_a_tensor_that_changed_on_its_way_is_named(loop, engine, old, new, monkeypatch):
+    add, changed = shared_memory.Bucket.add, "model.layers.1.mlp.down_proj.weight"
+    # a bit in transit: what is copied is not what the trainer has
+    flip = lambda self, name, tensor: add(self, name, tensor + (name == changed) * 1e-3)  # noqa: E731
+    sync = WeightSync(engine, SyncConfig(bucket_mib=1))
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory.Bucket, "add", flip)
+        with pytest.raises(WeightSyncError, match=f"{changed}.*checksum"):
+            push(loop, sync, new, version=8)
+    with pytest.raises(EngineError, match="weight sync failed"):
+        sample(loop, engine)
+    assert push(loop, sync, old, version=8).checksum_s > 0
+    assert push(loop, sync, old, version=8).checksum_s == 0
+    assert_samples_from(loop, engine, old, version=8)
 
 
 def test_the_verifier_knows_whose_weights_they_are(loop, engine, sync, old, new):

@@ -1,5 +1,7 @@
 """The sender against a client that reads its buckets as an engine would."""
 
+import zlib
+
 import pytest
 import torch
 
@@ -105,6 +107,20 @@ def test_a_bucket_that_is_never_returned_is_replaced():
     assert len({bucket["key"] for bucket in client.buckets}) == 3
     sender.close()
     assert not sender._buckets
+
+
+def test_checksums_travel_where_they_are_asked_for():
+    client = ReadingClient()
+    source, sender = connect(client, bucket_bytes=400)
+    for asked in (False, True, False):
+        client.buckets.clear()
+        client.received.clear()
+        sender.with_checksums = asked
+        source.renew(INFOS, TENSORS.items())
+        sender.send_weights()
+        found = [value for bucket in client.buckets for value in bucket["checksums"]]
+        assert found == ([zlib.crc32(tensor.numpy().tobytes()) for tensor in TENSORS.values()] if asked else [])
+        assert (sender.parts.checksum_s > 0) == asked
 
 
 def wrong_shape():

@@ -29,6 +29,9 @@ class WeightSync:
     understands, or vLLM's own ``ipc`` (an engine on this rank's device, a trainer of one rank) and ``nccl`` (an engine
     on other devices). The latter two need GPUs and have never been run.
 
+    A push that is to be verified carries every tensor's checksum, with our backend: the engine's workers compare it
+    with what they received before they load it.
+
     After a failed push a second one repairs an engine of one worker that uses our backend. Any other needs a new one:
     of several workers' errors vLLM 0.32 reads one, and takes the rest for answers to what is asked next.
     """
@@ -49,8 +52,11 @@ class WeightSync:
     @property
     def verify_due(self) -> bool:
         """Whether the push just made is one to verify: the first, and every ``sync.verify_every``-th."""
+        return self._is_verified(self._num_pushes)
+
+    def _is_verified(self, num_pushes: int) -> bool:
         every = self._config.verify_every
-        return self._num_pushes == 1 or (every > 0 and self._num_pushes > 0 and self._num_pushes % every == 0)
+        return num_pushes == 1 or (every > 0 and num_pushes > 0 and num_pushes % every == 0)
 
     @property
     def tolerance(self) -> float:
@@ -68,10 +74,11 @@ class WeightSync:
         started = time.perf_counter()
         tensors = iter(tensors)
         sending: asyncio.Task | None = None
+        checked = self._is_verified(self._num_pushes + 1)
         try:
             await self._control("pause_generation", mode="wait", clear_cache=True)
             pause_s = time.perf_counter() - started
-            sending = asyncio.create_task(asyncio.to_thread(self._connected().send, infos, tensors))
+            sending = asyncio.create_task(asyncio.to_thread(self._connected().send, infos, tensors, checked))
             num_bytes, parts = await asyncio.shield(sending)
             await self._control("reset_prefix_cache")
             await self._control("update_weight_version", str(version))

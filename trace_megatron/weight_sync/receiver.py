@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from trace_megatron.memory import keep_freed_memory
 from trace_megatron.weight_sync.sender import BucketInfo, SharedMemoryInitInfo
-from trace_megatron.weight_sync.shared_memory import MappedBucket
+from trace_megatron.weight_sync.shared_memory import MappedBucket, checksum
 
 
 class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo]):
@@ -59,7 +59,7 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
             self._buckets[info.key] = MappedBucket(info.path, info.length)
         bucket, self._reader = self._buckets[info.key], info.first_reader + self._rank
         self._used.add(info.key)
-        self._load_tensors(bucket.read(info.entries))
+        self._load_tensors(_checked(bucket.read(info.entries), info.checksums))
         # A layer of which a part is missing, or that is padded, keeps its tensors until the update is finished.
         bucket.try_return(self._reader)
 
@@ -105,6 +105,14 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
 
     def shutdown(self) -> None:
         self._buckets = {}
+
+
+def _checked(tensors: Iterator[tuple[str, torch.Tensor]], checksums: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, (name, tensor) in enumerate(tensors):
+        if checksums and checksum(tensor) != checksums[index]:
+            raise ValueError(f"tensor '{name}' arrived with another checksum than the trainer's")
+        yield name, tensor
+        del tensor
 
 
 def refresh_heads(model: torch.nn.Module) -> None:

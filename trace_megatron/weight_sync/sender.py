@@ -22,7 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND
-from trace_megatron.weight_sync.shared_memory import ALIGNMENT, Bucket, Entry
+from trace_megatron.weight_sync.shared_memory import ALIGNMENT, Bucket, Entry, checksum
 from trace_megatron.weight_sync.stats import SyncParts
 
 _NUM_PARTS = 8
@@ -46,6 +46,8 @@ class BucketInfo(WeightTransferUpdateInfo):
     entries: list[Entry] = field(default_factory=list)
     expected: list[str] = field(default_factory=list)
     """On the last bucket: the names of all tensors of this update."""
+    checksums: list[int] = field(default_factory=list)
+    """Of the trainer's tensors, in the order of ``entries``; empty: this update is not verified."""
     aborted: bool = False
     """The sender gave up: end this update as failed."""
     first_reader: int = 0
@@ -70,6 +72,9 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
         super().__init__(client=client, source=source)
         self._info = info
         self._buckets: list[Bucket] = []
+        self._checksums: list[int] = []
+        self.with_checksums = False
+        """Whether the next update carries every tensor's checksum, which the receivers compare with what they got."""
         self.parts = SyncParts()
 
     @classmethod
@@ -116,7 +121,7 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
                 if loading is not None:
                     loading.result()
                 last = tensors.peek() is None
-                loading = loader.submit(self._load, bucket, expected if last else [])
+                loading = loader.submit(self._load, bucket, expected if last else [], self._checksums)
                 if last:
                     loading.result()
                     return
@@ -127,12 +132,17 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
         num_bytes = item[1].numel() * item[1].itemsize + ALIGNMENT if item is not None else 0
         bucket = self._free_bucket(max(capacity, num_bytes))
         bucket.clear()
+        self._checksums = []
         while item is not None:
             started = time.perf_counter()
             fits = bucket.add(*item)
             self.parts.write_s += time.perf_counter() - started
             if not fits:
                 break
+            if self.with_checksums:
+                started = time.perf_counter()
+                self._checksums.append(checksum(item[1]))
+                self.parts.checksum_s += time.perf_counter() - started
             tensors.take()
             item = tensors.peek()
         bucket.lend()
@@ -146,10 +156,10 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
         self._buckets.append(bucket)
         return bucket
 
-    def _load(self, bucket: Bucket, expected: list[str]) -> None:
+    def _load(self, bucket: Bucket, expected: list[str], checksums: list[int]) -> None:
         started = time.perf_counter()
         try:
-            info = BucketInfo(bucket.key, bucket.path, bucket.length, bucket.entries, expected)
+            info = BucketInfo(bucket.key, bucket.path, bucket.length, bucket.entries, expected, checksums)
             self.client.update_weights(asdict(info))
         finally:
             self.parts.load_s += time.perf_counter() - started

@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import weakref
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -122,6 +123,11 @@ class MappedBucket:
             return False
         self._memory[reader] = 0
         return True
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of the tensor's bytes."""
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def register() -> None:

@@ -13,6 +13,7 @@ class SyncParts:
     write_s: float = 0.0
     load_s: float = 0.0
     finish_s: float = 0.0
+    checksum_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,3 +34,5 @@ class SyncStats:
     """The engine's loading; with several buckets, gathering and writing go on meanwhile."""
     finish_s: float
     """The engine's last step."""
+    checksum_s: float
+    """The trainer's share of verifying every tensor; the engine's is in ``load_s``. 0 where this push was not."""

@@ -78,7 +78,9 @@ class Transfer:
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     @torch.no_grad()
-    def send(self, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[int, SyncParts]:
+    def send(
+        self, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]], with_checksums: bool = False
+    ) -> tuple[int, SyncParts]:
         """Start, update and finish; returns bytes sent and the seconds by part. Blocks: never on the event loop."""
         if self._device is not None:
             torch.cuda.set_device(self._device)  # of this thread
@@ -87,6 +89,8 @@ class Transfer:
             self._sender = WeightTransferTrainerFactory.trainer_init(
                 self._init_info(), client=self._client, source=self._source
             )
+        if isinstance(self._sender, SharedMemorySender):
+            self._sender.with_checksums = with_checksums
         self._sender.send_weights()
         parts = self._sender.parts if isinstance(self._sender, SharedMemorySender) else SyncParts()
         return self._source.num_bytes, parts
