@@ -20,7 +20,7 @@ from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
 from trace_megatron.policy.dist_index import INDEX, Part, read_index, write_index
 from trace_megatron.policy.hf_config import HFModelConfig
-from trace_megatron.policy.hf_files import file_stamp
+from trace_megatron.policy.hf_files import file_stamp, write_bytes
 from trace_megatron.policy.layout import split_layers
 from trace_megatron.policy.names import (
     Layout,
@@ -244,9 +244,23 @@ def _save(tensor: torch.Tensor, key: str, offset: tuple[int, ...], file: BinaryI
     if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
         tensor = tensor.clone(memory_format=torch.contiguous_format)  # else the whole storage would be saved
     start = file.tell()
-    torch.save(tensor, file)
+    torch.save(tensor, _InPieces(file))
     dtype = str(tensor.dtype).removeprefix("torch.")
     return Part(key, offset, tuple(tensor.shape), dtype, Path(file.name).name, start, file.tell() - start)
+
+
+class _InPieces:
+    """What torch.save needs of a file, over one that is written piece by piece."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+
+    def write(self, view: memoryview | bytes) -> int:
+        write_bytes(self._file, memoryview(view))
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
 
 
 def _extra_states(hf: HFModelConfig) -> Iterator[str]:

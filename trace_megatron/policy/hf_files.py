@@ -39,6 +39,7 @@ COMPANIONS = (
 )
 """What belongs to a model beside weights and config.json."""
 
+_PIECE_BYTES = 2**20
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -195,9 +196,13 @@ def read_into(file: BinaryIO, tensor: torch.Tensor) -> None:
 
 def write_from(file: BinaryIO, tensor: torch.Tensor) -> None:
     """Write a tensor's bytes to an unbuffered file."""
-    view = _bytes(tensor.detach().cpu().contiguous())
+    write_bytes(file, _bytes(tensor.detach().cpu().contiguous()))
+
+
+def write_bytes(file: BinaryIO, view: memoryview) -> None:
+    """In pieces: one call with hundreds of megabytes took eight times the system time of calls with one."""
     while view:
-        view = view[file.write(view) :]
+        view = view[file.write(view[:_PIECE_BYTES]) :]
 
 
 def file_stamp(paths: set[Path]) -> list[tuple[str, int, int]]:
