@@ -154,7 +154,7 @@ def test_the_exported_policy_loads_and_was_trained(runs, policy):
         (["policy.tensor_paralel=2"], ["policy.tensor_paralel", "policy.tensor_parallel"]),
         (["policy.model=nowhere/at/all"], ["nowhere/at/all"]),
         (["policy.tensor_parallel=3"], ["tensor_parallel", "4 attention heads"]),
-        (["policy.pipeline_parallel=4"], ["pipeline_parallel", "2 layers"]),
+        (["policy.pipeline_parallel=4"], ["pipeline_parallel", "at most 2 pipeline chunks"]),
         (["env.params={tasks: {}}"], ["tasks"]),
         (["rollout.top_p=0.9"], ["top_p", "decoupled"]),
         (["method.selector=tracer"], ["tracer", "trace"]),
