@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # <malloc.h>
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # <malloc.h>
 
 
 def keep_freed_memory() -> None:
@@ -16,4 +16,5 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_ARENA_MAX, 1)  # the heaps of other threads hold nothing large: they would map it anew each time
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)

@@ -11,7 +11,9 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,8 +31,8 @@ from trace_megatron.policy.layout import check_tensor_parallel
 from trace_megatron.policy.names import ParallelSizes, Weight, checkpoint_keys, exported_weights, model_weights
 from trace_megatron.types import TensorInfo
 
-_COMMIT_BYTES = 2**30
-"""After this much the disk must hold what the journal says; an interrupted conversion loses no more than this."""
+_COMMIT_BYTES = 2**29
+"""After this much a stretch goes to the disk and into the journal; an interruption loses two of them at most."""
 _SPARE_BYTES = 2**26
 """For index, tokenizer and what torch writes around a tensor."""
 _DESCRIPTION, _JOURNAL = "conversion.json", "conversion.jsonl"
@@ -53,10 +55,10 @@ def hf_to_megatron(source: str | Path, target: str | Path, ranks: ParallelSizes)
         parts = [Part.from_json(values) for entry in work.done for values in entry]
         writer = MegatronWriter(work.folder, hf, ranks, parts)
 
-        def write(weight: Weight) -> list[dict[str, Any]]:
-            return [part_to_json(part) for part in writer.write(weight, folder.read(weight))]
+        def write(weight: Weight, tensors: list[torch.Tensor]) -> list[dict[str, Any]]:
+            return [part_to_json(part) for part in writer.write(weight, tensors)]
 
-        _stream(weights, sizes, write, writer, work)
+        _stream(weights, sizes, folder.read, write, writer, work)
         writer.write_extra_states()
         writer.close()
         copy_companions(source, work.folder, dtype=None)
@@ -80,19 +82,21 @@ def megatron_to_hf(source: str | Path, target: str | Path, like: str | Path | No
     with _work_folder(target, {"to": "hf", "source": folder.stamp()}, sum(sizes)) as work:
         writer = HFWriter(work.folder, infos, num_done=sum(len(weight.hf) for weight in weights[: len(work.done)]))
 
-        def write(weight: Weight) -> list[dict[str, Any]]:
-            for name, tensor in zip(weight.hf, folder.read(weight), strict=True):
+        def write(weight: Weight, tensors: list[torch.Tensor]) -> list[dict[str, Any]]:
+            for name, tensor in zip(weight.hf, tensors, strict=True):
                 writer.write(name, tensor)
             return []
 
-        _stream(weights, sizes, write, writer, work)
+        _stream(weights, sizes, folder.read, write, writer, work)
         writer.close()
         dtypes = {info.dtype for info in infos}
         copy_companions(like, work.folder, dtypes.pop() if len(dtypes) == 1 else None)
 
 
 class _Writer(Protocol):
-    def flush(self) -> None: ...
+    def open_files(self) -> list[int]:
+        """Descriptors of the files that were written to and are not known to be on the disk."""
+        ...
 
 
 class _Work:
@@ -107,13 +111,20 @@ class _Work:
     def note(self, entry: Any) -> None:
         self._new.append(entry)
 
-    def commit(self) -> None:
-        """Make the noted weights count; the writer must have flushed them."""
+    def take_noted(self) -> list[Any]:
+        """What was noted since the last call."""
+        noted, self._new = self._new, []
+        return noted
+
+    def commit(self, entries: list[Any], descriptors: Sequence[int]) -> None:
+        """Bring the files to the disk, close the descriptors, and make the entries count."""
+        for descriptor in descriptors:
+            os.fdatasync(descriptor)
+            os.close(descriptor)
         with (self.folder / _JOURNAL).open("a") as journal:
-            journal.writelines(json.dumps(entry) + "\n" for entry in self._new)
+            journal.writelines(json.dumps(entry) + "\n" for entry in entries)
             journal.flush()
             os.fsync(journal.fileno())
-        self._new.clear()
 
 
 @contextmanager
@@ -174,20 +185,41 @@ def _check_disk(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _stream(weights: Sequence[Weight], sizes: Sequence[int], write: Any, writer: _Writer, work: _Work) -> None:
+def _stream(
+    weights: Sequence[Weight],
+    sizes: Sequence[int],
+    read: Callable[[Weight], list[torch.Tensor]],
+    write: Callable[[Weight, list[torch.Tensor]], list[dict[str, Any]]],
+    writer: _Writer,
+    work: _Work,
+) -> None:
+    """Read the next weight and bring the last stretch to the disk while one is written."""
     num_done = len(work.done)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), *columns) as progress:
+    with (
+        ThreadPoolExecutor(1) as reading,
+        ThreadPoolExecutor(1) as syncing,
+        Progress(TextColumn("{task.description}"), *columns) as progress,
+    ):
         task = progress.add_task("converting", total=sum(sizes), completed=sum(sizes[:num_done]))
-        uncommitted = 0
+        uncommitted, pending = 0, None
+        waiting = deque(weights[num_done:])
+        ahead = reading.submit(read, waiting.popleft()) if waiting else None
         for weight, size in zip(weights[num_done:], sizes[num_done:], strict=True):
-            work.note(write(weight))
+            tensors = ahead.result()
+            ahead = reading.submit(read, waiting.popleft()) if waiting else None
+            work.note(write(weight, tensors))
+            del tensors
             uncommitted += size
             if uncommitted >= _COMMIT_BYTES:
-                writer.flush()
-                work.commit()
+                if pending:
+                    pending.result()
+                duplicates = [os.dup(descriptor) for descriptor in writer.open_files()]
+                pending = syncing.submit(work.commit, work.take_noted(), duplicates)
                 uncommitted = 0
             progress.advance(task, size)
+        if pending:
+            pending.result()
 
 
 def _check_ranks(hf: HFModelConfig, ranks: ParallelSizes) -> None:

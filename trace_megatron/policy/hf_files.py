@@ -133,8 +133,12 @@ class HFWriter:
             self._file = self._open(path, _header(self._shards[index]), offset)
         write_from(self._file, tensor)
 
+    def open_files(self) -> list[int]:
+        """The descriptor of the file at hand; those before it are on the disk."""
+        return [self._file.fileno()] if self._file is not None else []
+
     def flush(self) -> None:
-        """Bring what was written to the disk."""
+        """Bring what was written to the disk, and close it."""
         if self._file is not None:
             os.fdatasync(self._file.fileno())
             self._file.close()
