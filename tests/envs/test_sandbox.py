@@ -82,6 +82,7 @@ def test_a_worker_that_dies_is_replaced(bubblewrap, loop):
     try:
         loop.run(sandbox.run((), "1"))
         sandbox._idle[0].kill()
+        loop.run(sandbox._idle[0].stdout.read())  # until the interpreter inside has followed bubblewrap
         with pytest.raises(SandboxError, match="died"):
             loop.run(sandbox.run((), "1"))
         assert loop.run(sandbox.run((), "2")).output == "2\n"
