@@ -301,7 +301,7 @@ def check_vocab_parallel(folder: Path, process: int) -> None:
         (expected * slope).sum().backward()
         mine = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight.chunk(4)[process])]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(logprobs, "LOGITS_PER_CHUNK", 256 * 4)  # three chunks
+            patch.setattr(logprobs, "CPU_LOGITS_PER_CHUNK", 256 * 4)  # three chunks
             found, entropy = logprobs.edge_logprobs(
                 *mine, labels, temperature=0.7, vocab_size=10, group=dist.group.WORLD
             )

@@ -22,7 +22,7 @@ def example(num_edges, dtype=torch.float64, scale=1.0):
 
 @pytest.fixture(autouse=True)
 def chunks_of_256_rows(monkeypatch):
-    monkeypatch.setattr(logprobs, "LOGITS_PER_CHUNK", 256 * 11)
+    monkeypatch.setattr(logprobs, "CPU_LOGITS_PER_CHUNK", 256 * 11)
 
 
 @pytest.mark.parametrize("num_edges", [0, 1, 256, 257, 600])
