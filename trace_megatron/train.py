@@ -43,15 +43,7 @@ def run_rank(arguments: list[str]) -> int:
 def train(folder: RunFolder, resume: bool) -> None:
     """All ranks build the policy; rank 0 drives the steps, the others serve it until it stops."""
     config = load_config(folder.config)
-    policy = Policy(
-        config.policy,
-        config.optimizer,
-        config.loss,
-        temperature=config.rollout.temperature,
-        total_steps=config.run.steps,
-        seed=config.run.seed,
-    )
-    with policy:
+    with build_policy(config) as policy:
         predictor = build_predictor(config.predictor, config.run.seed, replicas=policy.shared_ranks)
         if not policy.is_driver:
             policy.serve(predictor.repeat if isinstance(predictor, NeuralPredictor) else None)
@@ -91,6 +83,18 @@ def drive(parts: Parts, folder: RunFolder, checkpoint: Path | None) -> None:
         say(f"policy exported to {folder.hf}")
     for line in describe_totals([json.loads(text) for text in read_lines(folder.root / "metrics.jsonl")]):
         say(line)
+
+
+def build_policy(config: Config) -> Policy:
+    """On every rank. Raises UserError for a model folder, a layout or a number of processes that do not fit."""
+    return Policy(
+        config.policy,
+        config.optimizer,
+        config.loss,
+        temperature=config.rollout.temperature,
+        total_steps=config.run.steps,
+        seed=config.run.seed,
+    )
 
 
 def build_parts(

@@ -12,20 +12,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import shutil
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from trace_megatron.checks import check_config
 from trace_megatron.config import Config, load_config
+from trace_megatron.errors import UserError
 from trace_megatron.log import say
 from trace_megatron.metrics import read_lines
 from trace_megatron.policy import parallel
-from trace_megatron.policy.worker import Policy
 from trace_megatron.predictor import ConstantPredictor, build_predictor
 from trace_megatron.run_folder import RunFolder
 from trace_megatron.sampling import Sampling, open_sampling
-from trace_megatron.train import build_parts, drive
+from trace_megatron.train import build_parts, build_policy, drive
 
 CONFIG = Path(__file__).with_name("config.yaml")
 
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--seeds", type=int, default=0, help="seeds of each variant; 0: the suite's own number")
     parser.add_argument("overrides", nargs="*", help="section.key=value, for all runs")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     variants, num_seeds = SUITES[options.suite]
     configs = [
         config
@@ -80,26 +81,29 @@ def configure(name: str, changes: tuple[str, ...], seed: int, overrides: list[st
 
 
 def is_finished(config: Config) -> bool:
-    return len(read_lines(RunFolder.of(config).root / "metrics.jsonl")) == config.run.steps
+    """Whether the run is there; an unfinished one starts again. Raises UserError for one of another configuration."""
+    folder = RunFolder.of(config)
+    if folder.config.is_file() and load_config(folder.config) != config:
+        raise UserError(
+            f"expected the run at '{folder.root}' to be of this configuration, found another: "
+            "name another folder with run.output_dir=FOLDER"
+        )
+    return len(read_lines(folder.root / "metrics.jsonl")) == config.run.steps
 
 
 def run(config: Config, sampling: Sampling, loop: asyncio.Runner) -> None:
     folder = RunFolder.of(config)
-    shutil.rmtree(folder.root, ignore_errors=True)  # of an interruption
+    shutil.rmtree(folder.root, ignore_errors=True)  # of an interruption: ``is_finished`` has looked
     folder.prepare(config, resume=False)
-    policy = Policy(
-        config.policy,
-        config.optimizer,
-        config.loss,
-        temperature=config.rollout.temperature,
-        total_steps=config.run.steps,
-        seed=config.run.seed,
-    )
-    with policy:
+    with build_policy(config) as policy:
         predictor = build_predictor(config.predictor, config.run.seed) or ConstantPredictor()
         drive(build_parts(config, policy, predictor, sampling, loop), folder, None)
     parallel.shutdown()
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        say(f"error: {error}")
+        sys.exit(2)

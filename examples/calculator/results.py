@@ -21,7 +21,6 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from trace_megatron.errors import UserError
 from trace_megatron.metrics import read_lines
 from trace_megatron.report.statistics import mean_interval, paired_difference, value_at
 
@@ -73,7 +72,7 @@ def read_runs(root: Path) -> Iterator[Run]:
 def tables(runs: Sequence[Run], baseline: str) -> Iterator[str]:
     least_tokens = min(run.tokens[-1] for run in runs)
     yield table("effective ratio, mean over steps", runs, baseline, lambda run: run.mean("rollout/effective_ratio"))
-    yield table("held-out accuracy before and after", runs, baseline, final_accuracy)
+    yield table("held-out accuracy at the last validation", runs, baseline, final_accuracy)
     yield table(
         f"held-out accuracy after {least_tokens:,.0f} sampled tokens",
         runs,
@@ -149,7 +148,4 @@ def plot(runs: Sequence[Run], key: str, label: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        raise SystemExit(f"error: {error}") from error
+    main()

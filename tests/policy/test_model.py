@@ -42,15 +42,19 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found - expected).abs().max() / expected.abs().max()).item()
 
 
-@pytest.mark.parametrize("name", TINY_MODELS)
-def test_logits_equal_transformers(name, tmp_path):
-    folder = write_tiny_model(tmp_path / name, **TINY_MODELS[name])
+def assert_logits_equal(folder: Path) -> None:
     hf, [model] = build(folder)
     tokens = torch.randint(hf.vocab_size, (1, 150), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         found = model(tokens, None, None, packed_seq_params=chain(150))
         expected = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
     assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_logits_equal_transformers(name, tmp_path):
+    folder = write_tiny_model(tmp_path / name, **TINY_MODELS[name])
+    assert_logits_equal(folder)
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -59,12 +63,7 @@ def test_logits_of_experts_equal_transformers(normalized, tmp_path):
     folder = write_tiny_model(tmp_path / "experts", "qwen3_moe")
     values = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**values, "norm_topk_prob": normalized}))
-    hf, [model] = build(folder)
-    tokens = torch.randint(hf.vocab_size, (1, 150), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        found = model(tokens, None, None, packed_seq_params=chain(150))
-        expected = AutoModelForCausalLM.from_pretrained(folder)(tokens).logits
-    assert relative_error(found, expected) < 1e-5
+    assert_logits_equal(folder)
 
 
 def test_logits_of_smollm2_equal_transformers(smollm2):

@@ -12,7 +12,6 @@ float32, one micro-batch, so that peak memory is that of the whole pack. Time is
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import statistics
 import subprocess
@@ -24,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peak_memory import peak_kib, reset_peak
 
 from trace_megatron.types import ROOT, Anchor, Prompt, Rollout, RolloutStatus, RolloutTree, Task, Turn
 
@@ -110,19 +110,7 @@ def measure(arguments: argparse.Namespace) -> None:
             policy.train_step([[batch]])
             seconds.append(time.process_time() - start_s)
         result = {"tokens": batch.num_tokens, "seconds": statistics.median(seconds)}
-        print(json.dumps(result | {"activation_mib": (read_kib("VmHWM") - before) / 1024}))
-
-
-def reset_peak() -> int:
-    """Start the peak of resident memory anew; returns what is resident, in KiB."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return read_kib("VmRSS")
-
-
-def read_kib(field: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1])
+        print(json.dumps(result | {"activation_mib": (peak_kib() - before) / 1024}))
 
 
 def build_tree(shape: Shape) -> RolloutTree:

@@ -3,14 +3,14 @@
     python tools/bench/bench_predictor.py [--model FOLDER --layers 4] [--dtype bfloat16] [--threads 2]
 
 Without --model: a random Llama, 256 wide, 4 layers. Trees are synthetic: --prompts x --rollouts x --turns, prompts with
-a common opening as a chat template writes it. Every time is the best of --repeats; memory is what a call needed at
+a common opening as a chat template writes it. Every time is the median of --repeats; memory is what a call needed at
 its peak beyond what the process held before it.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from peak_memory import peak_kib, reset_peak
 from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 from trace_megatron.algorithm.tree import history_ids, prefix_anchors
@@ -49,16 +50,23 @@ def main() -> None:
     num_packed = sum(pack.num_tokens for pack in pack_histories(requests, options.tokens_per_forward))
     num_padded = sum(len(rows) * max(len(histories[row]) for row in rows) for rows in batches)
 
-    packed_time, packed = best(lambda: np.concatenate(predictor.score_prefixes_many(trees)), options.repeats)
-    padded_time, plain = best(lambda: score_padded(padded, model, histories, batches, options.dtype), options.repeats)
+    packed_run, padded_run = take_turns(
+        [
+            lambda: np.concatenate(predictor.score_prefixes_many(trees)),
+            lambda: score_padded(padded, model, histories, batches, options.dtype),
+        ],
+        options.repeats,
+    )
+    packed_mib = peak_mib(lambda: predictor.score_prefixes_many(trees))
+    padded_mib = peak_mib(lambda: score_padded(padded, model, histories, batches, options.dtype))
     prompts = [tree.prompt for tree in trees]
-    roots_time, _ = best(lambda: predictor.score_roots(prompts), options.repeats)
-    kept_time, kept = best(lambda: np.concatenate(predictor.score_prefixes_many(trees)), options.repeats)
+    (roots_run,) = take_turns([lambda: predictor.score_roots(prompts)], 1)  # prompts are known afterwards
+    (kept_run,) = take_turns([lambda: np.concatenate(predictor.score_prefixes_many(trees))], options.repeats)
     packs = pack_histories(requests, options.tokens_per_forward)
     num_known = sum(len({position for page in pack.pages for position in page.positions}) for pack in packs)
     num_root_tokens = sum(pack.num_tokens for pack in pack_histories([(t, (ROOT,)) for t in trees], 1 << 30))
-    update_time, stats = best(lambda: predictor.update(trees, "leaf_mean"), options.repeats)
-    num_update_tokens = stats.num_tokens * config.epochs
+    (update_run,) = take_turns([lambda: predictor.update(trees, "leaf_mean")], options.repeats)
+    num_update_tokens = update_run[2].num_tokens * config.epochs
 
     kind = model.backbone.config
     print(
@@ -67,18 +75,17 @@ def main() -> None:
     print(f"{kind.model_type}, {kind.num_hidden_layers} layers, {kind.hidden_size} wide, {options.dtype};")
     print(f"{options.threads} threads, packs of {options.tokens_per_forward} tokens\n")
     print(f"{'':34}{'tokens':>10}{'seconds':>10}{'tokens/s':>10}{'CPU s':>10}")
-    print_row("prefix scores, packed", num_packed, packed_time)
-    print_row("prefix scores, prompts kept", num_packed - num_known, kept_time)
-    print_row("prefix scores, one by one, padded", num_padded, padded_time)
-    print_row("root scores, packed", num_root_tokens, roots_time)
-    print_row(f"update ({config.epochs} epochs + check)", num_update_tokens, update_time)
-    packed_mib = peak_mib(lambda: predictor.score_prefixes_many(trees))
-    padded_mib = peak_mib(lambda: score_padded(padded, model, histories, batches, options.dtype))
+    print_row("prefix scores, packed", num_packed, packed_run)
+    print_row("prefix scores, prompts kept", num_packed - num_known, kept_run)
+    print_row("prefix scores, one by one, padded", num_padded, padded_run)
+    print_row("root scores, packed", num_root_tokens, roots_run)
+    print_row(f"update ({config.epochs} epochs + check)", num_update_tokens, update_run)
     print(f"\npeak memory MiB           {packed_mib:.0f} packed, {padded_mib:.0f} padded")
     print(f"unshared / shared tokens  {num_alone / num_packed:.2f}  (padded / shared {num_padded / num_packed:.2f})")
-    ratios = [slow / fast for slow, fast in zip(padded_time, packed_time, strict=True)]
+    ratios = [slow / fast for slow, fast in zip(padded_run[:2], packed_run[:2], strict=True)]
     print(f"padded / packed seconds   {ratios[0]:.2f}  (CPU seconds {ratios[1]:.2f})")
-    print(f"largest score difference  {max(np.abs(packed - plain).max(), np.abs(kept - plain).max()):.1e}")
+    plain = padded_run[2]
+    print(f"largest score difference  {max(np.abs(run[2] - plain).max() for run in (packed_run, kept_run)):.1e}")
 
 
 def parse_options() -> argparse.Namespace:
@@ -92,7 +99,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--question", type=int, default=QUESTION, help="tokens of a prompt after the common opening")
     parser.add_argument("--tokens-per-forward", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
     return parser.parse_args()
 
 
@@ -164,33 +171,29 @@ def score_padded(
     return scores
 
 
-def best(measured: Callable, repeats: int) -> tuple[tuple[float, float], object]:
-    """((fewest seconds, fewest CPU seconds), first result); CPU seconds mind other work on the machine less."""
-    seconds, cpu_seconds, results = [], [], []
+def take_turns(calls: list[Callable], repeats: int) -> list[tuple[float, float, object]]:
+    """(seconds, CPU seconds, result) of each call, medians; the calls take turns, so that they share disturbances."""
+    measured = [[] for _ in calls]
     for _ in range(repeats):
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
-        results.append(measured())
-        seconds.append(time.perf_counter() - start_s)
-        cpu_seconds.append(time.process_time() - start_cpu_s)
-    return (min(seconds), min(cpu_seconds)), results[0]
+        for call, records in zip(calls, measured, strict=True):
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
+            result = call()
+            records.append((time.perf_counter() - start_s, time.process_time() - start_cpu_s, result))
+    return [
+        (statistics.median(record[0] for record in records), statistics.median(r[1] for r in records), records[0][2])
+        for records in measured
+    ]
 
 
 def peak_mib(call: Callable) -> float:
-    """MiB that a call needs at its peak beyond what is resident; Linux keeps the mark, and forgets it when asked."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident_kib("VmRSS")
+    """MiB that a call needs at its peak beyond what is resident before it."""
+    before = reset_peak()
     call()
-    return (resident_kib("VmHWM") - before) / 1024
+    return (peak_kib() - before) / 1024
 
 
-def resident_kib(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
-
-
-def print_row(name: str, num_tokens: int, times: tuple[float, float]) -> None:
-    seconds, cpu_seconds = times
+def print_row(name: str, num_tokens: int, run: tuple[float, float, object]) -> None:
+    seconds, cpu_seconds, _ = run
     print(f"{name:34}{num_tokens:>10,}{seconds:>10.2f}{num_tokens / seconds:>10,.0f}{cpu_seconds:>10.2f}")
 
 

@@ -6,6 +6,7 @@ import difflib
 from dataclasses import dataclass
 
 from trace_megatron.errors import UserError
+from trace_megatron.policy.flops import PEAK_TFLOPS
 
 GIB = 2**30
 
@@ -27,11 +28,11 @@ class Device:
 
 
 DEVICES = {
-    "A100-80G": Device(79.0, 312.0, 2039.0, 300.0, 25.0),
-    "L40S": Device(44.5, 362.0, 864.0, 25.0, 12.5),
-    "H100": Device(79.0, 989.0, 3350.0, 450.0, 50.0),
-    "H200": Device(139.0, 989.0, 4800.0, 450.0, 50.0),
-    "B200": Device(178.0, 2250.0, 8000.0, 900.0, 50.0),
+    "A100-80G": Device(79.0, PEAK_TFLOPS["A100"], 2039.0, 300.0, 25.0),
+    "L40S": Device(44.5, PEAK_TFLOPS["L40S"], 864.0, 25.0, 12.5),
+    "H100": Device(79.0, PEAK_TFLOPS["H100"], 3350.0, 450.0, 50.0),
+    "H200": Device(139.0, PEAK_TFLOPS["H200"], 4800.0, 450.0, 50.0),
+    "B200": Device(178.0, PEAK_TFLOPS["B200"], 8000.0, 900.0, 50.0),
 }
 
 

@@ -5,6 +5,7 @@ Legend: H hidden size, Q = heads x head dim, K = KV heads x head dim, F feed-for
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trace_megatron.config import Config
@@ -90,7 +91,7 @@ def _shard_size(weight: Weight, config: Config) -> int:
     """Elements on the fullest rank of a stage: experts are whole, and every expert-parallel rank has its share."""
     policy = config.policy
     tensor = policy.tensor_parallel
-    size = sum(_product(shape) for shape in weight.hf.values())
+    size = sum(math.prod(shape) for shape in weight.hf.values())
     if weight.expert is not None:
         return size if weight.expert % policy.expert_parallel == 0 else 0
     if weight.layout is Layout.WHOLE:
@@ -151,11 +152,4 @@ def kv_bytes_per_token(hf: HFModelConfig, width: int = 2) -> int:
 
 def num_parameters(hf: HFModelConfig) -> int:
     """Of the whole model, tied tensors once."""
-    return sum(_product(shape) for weight in model_weights(hf) if not weight.is_copy for shape in weight.hf.values())
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
+    return sum(math.prod(shape) for weight in model_weights(hf) if not weight.is_copy for shape in weight.hf.values())

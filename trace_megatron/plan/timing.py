@@ -8,6 +8,7 @@ from trace_megatron.config import Config
 from trace_megatron.plan.hardware import Device
 from trace_megatron.plan.memory import kv_bytes_per_token, num_parameters
 from trace_megatron.policy.hf_config import HFModelConfig
+from trace_megatron.policy.layout import active_layer_weights
 
 TRAINING_MFU = 0.35
 """Share of the peak that training reaches on packs of some thousand tokens."""
@@ -96,9 +97,7 @@ def step_time(hf: HFModelConfig, predictor: HFModelConfig | None, config: Config
 
 def forward_flops(hf: HFModelConfig, num_tokens: float, context: float) -> float:
     """Of a forward pass over tokens that see ``context`` / 2 others on average; experts: those that are active."""
-    query, key = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
-    ffn = hf.experts_per_token * hf.expert_ffn_size if hf.num_experts else hf.ffn_size
-    layer = hf.hidden_size * (2 * query + 2 * key + 3 * ffn)
+    layer, query = active_layer_weights(hf), hf.num_heads * hf.head_dim
     head = hf.vocab_size * hf.hidden_size
     return num_tokens * (2 * (hf.num_layers * layer + head) + 4 * hf.num_layers * query * context / 2)
 

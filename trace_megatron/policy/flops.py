@@ -13,6 +13,7 @@ import torch
 from trace_megatron.algorithm.pack import trained_edges
 from trace_megatron.ops import tree_block_mask
 from trace_megatron.policy.hf_config import HFModelConfig
+from trace_megatron.policy.layout import active_layer_weights
 from trace_megatron.types import TreeBatch
 
 BLOCK_SIZE = 128
@@ -34,10 +35,7 @@ def model_flops(hf: HFModelConfig, batches: Sequence[TreeBatch]) -> float:
     A multiplication with P weights is 2 P a token forward and twice that backward. A token attends to the tokens on
     its path, ``position_ids + 1`` of them. The vocabulary head is applied to trained edges only.
     """
-    query, key = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
-    ffn = hf.experts_per_token * hf.expert_ffn_size if hf.num_experts else hf.ffn_size
-    router = hf.num_experts * hf.hidden_size
-    layer = hf.hidden_size * (2 * query + 2 * key + 3 * ffn) + router
+    layer, query = active_layer_weights(hf), hf.num_heads * hf.head_dim
     num_tokens = sum(batch.num_tokens for batch in batches)
     num_edges = sum(trained_edges(batch).numel() for batch in batches)
     num_pairs = sum(int((batch.position_ids + 1).sum()) for batch in batches)

@@ -72,12 +72,17 @@ def num_pipeline_chunks(policy: PolicyConfig) -> int:
 
 def head_layers(model: HFModelConfig, policy: PolicyConfig) -> float:
     """What the vocabulary head costs, in layers: matrix products of a forward and backward pass per token of a pack."""
-    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    ffn = model.experts_per_token * model.expert_ffn_size if model.num_experts else model.ffn_size
-    layer = model.hidden_size * (2 * query + 2 * key + 3 * ffn)
+    layer = active_layer_weights(model)
     layer_passes = 4 if policy.recompute == "full" else 3  # forward, and twice that backward
     head_passes = 4  # its backward pass computes the logits again
     return TRAINED_SHARE * head_passes * model.vocab_size * model.hidden_size / (layer_passes * layer)
+
+
+def active_layer_weights(model: HFModelConfig) -> int:
+    """Weights of one layer that a token is multiplied with: attention, router, and the MLP or the token's experts."""
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    ffn = model.experts_per_token * model.expert_ffn_size if model.num_experts else model.ffn_size
+    return model.hidden_size * (2 * query + 2 * key + 3 * ffn + model.num_experts)
 
 
 def _check_experts(model: HFModelConfig, policy: PolicyConfig) -> None:

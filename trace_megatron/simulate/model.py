@@ -10,7 +10,6 @@ Legend: P prompts, K rollouts, S most turns of a rollout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,12 +129,8 @@ def read_lengths(run: Path) -> tuple[np.ndarray, float]:
         for index, rollout in enumerate(tree.rollouts):
             if rollout.anchor == ROOT and rollout.turns:
                 counts.append(num_turns(tree, index))
-            tokens += _action_sizes(rollout.turns)
+            tokens += [len(turn.action_ids) for turn in rollout.turns]
     if not counts:
         raise UserError(f"expected rollouts in the trees of '{run}', found none")
     histogram = np.bincount(counts)[1:]
     return histogram / histogram.sum(), float(np.mean(tokens))
-
-
-def _action_sizes(turns: Sequence) -> list[int]:
-    return [len(turn.action_ids) for turn in turns]
