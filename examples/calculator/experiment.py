@@ -52,11 +52,7 @@ SUITES = {"compare": (COMPARED, 5), "ablate": (ABLATED, 3)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("--seeds", type=int, default=0, help="seeds of each variant; 0: the suite's own number")
-    parser.add_argument("overrides", nargs="*", help="section.key=value, for all runs")
-    options = parser.parse_intermixed_args()
+    options = parse_options()
     variants, num_seeds = SUITES[options.suite]
     configs = [
         config
@@ -74,6 +70,14 @@ def main() -> None:
             start_s = time.perf_counter()
             run(config, replace(sampling, config=config), loop)
             say(f"{config.run.name}: {time.perf_counter() - start_s:.0f} s, {number} of {len(configs)} done")
+
+
+def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--seeds", type=int, default=0, help="seeds of each variant; 0: the suite's own number")
+    parser.add_argument("overrides", nargs="*", help="section.key=value, for all runs")
+    return parser.parse_intermixed_args(arguments)
 
 
 def configure(name: str, changes: tuple[str, ...], seed: int, overrides: list[str]) -> Config:
