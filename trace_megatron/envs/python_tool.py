@@ -1,8 +1,7 @@
 """Mathematics with a Python interpreter: the policy calls ``python``, sees what its code prints, and ends with a box.
 
 An action with tool calls, or else with fenced ```python code, is run; any other action is the final answer, judged by
-its last ``\\boxed{}``. Tasks come from JSON Lines: ``problem``, ``answer`` (text, number, or a list of texts of which
-the first is the answer) and optionally ``id`` and ``answer_variants`` (other accepted forms).
+its last ``\\boxed{}``. Tasks are problems of the kinds math and choice (trace_megatron/problems.py).
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ import asyncio
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from trace_megatron.envs.choice import choice_equal, extract_choice
 from trace_megatron.envs.rewards import extract_boxed, math_equal
 from trace_megatron.envs.sandbox.pool import Cell, Execution, Limits, Sandbox
 from trace_megatron.errors import UserError
-from trace_megatron.log import say
+from trace_megatron.problems import Problem, choices_text, read_problems, to_train_on
 from trace_megatron.rollout.env import Transition
 from trace_megatron.rollout.tool_calls import PYTHON_TOOL, ToolCall, parse_action
 from trace_megatron.types import Task
@@ -46,6 +44,8 @@ _EXAMPLES = (  # problem, code, what it prints
     ("What is 14 * 23?", "print(14 * 23)", "322"),
     ("A book costs 12 dollars. What do 7 books and a pen of 3 dollars cost?", "print(12 * 7 + 3)", "87"),
 )
+_CHOOSE = "The final answer is the letter of the right choice."
+_KINDS = ("math", "choice")
 _MAX_CALLS = 8  # of one action; more are answered with an error
 _FENCE = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.S)
 
@@ -55,7 +55,9 @@ class PythonState:
     """One problem in play; a value, so that several continuations may step from it."""
 
     answers: tuple[str, ...]
-    """Accepted forms of the answer."""
+    """Accepted forms of the answer; of a multiple choice, its letter."""
+    choices: tuple[str, ...] = ()
+    """Of a multiple choice."""
     cells: tuple[Cell, ...] = ()
     """The code that has run."""
     num_errors: int = 0
@@ -105,15 +107,9 @@ class PythonTool:
         self._fenced_code = fenced_code
         system = system or SYSTEM.format(where="" if tool_call else " in ```python blocks")
         self._opening = ({"role": "system", "content": system}, *_examples(tool_call, num_examples))
-        held_out = self._read(validation, "validation")
-        problems = {task.messages[-1]["content"] for task in held_out}
-        everything = self._read(train, "train")
-        self._tasks = {
-            "train": [task for task in everything if task.messages[-1]["content"] not in problems],
-            "validation": held_out,
-        }
-        if shared := len(everything) - len(self._tasks["train"]):
-            say(f"{shared} of {len(everything)} problems to train on are validation problems too: left out")
+        held_out = read_problems(validation, "env.params.validation", _KINDS)
+        training = to_train_on(read_problems(train, "env.params.train", _KINDS), held_out)
+        self._tasks = {"train": list(map(self._task, training)), "validation": list(map(self._task, held_out))}
         self.max_concurrency = workers or os.cpu_count() or 1
         settings = Limits(timeout_s, memory_mib << 20, output_bytes=output_characters)
         self._sandbox = Sandbox(settings, self.max_concurrency, unsafe=sandbox == "unsafe")
@@ -126,7 +122,7 @@ class PythonTool:
 
     async def reset(self, task: Task) -> PythonState:
         """A fresh interpreter."""
-        return PythonState(tuple(task.payload["answers"]))
+        return PythonState(tuple(task.payload["answers"]), tuple(task.payload.get("choices", ())))
 
     async def step(self, state: PythonState, action: str) -> Transition:
         """Run the action's code, or judge its answer."""
@@ -138,8 +134,12 @@ class PythonTool:
             state, text = await self._run(state, "\n".join(snippets))
             return _observed(state, [_output_message(text)])
         text = parsed.content or ""
-        answer = extract_boxed(text)
-        right = answer is not None and await asyncio.to_thread(_is_right, text, state.answers)
+        if state.choices:
+            answer = extract_choice(text, state.choices)
+            right = choice_equal(text, state.answers[0], state.choices)
+        else:
+            answer = extract_boxed(text)
+            right = answer is not None and await asyncio.to_thread(_is_right, text, state.answers)
         return Transition(state, (), float(right), True, _info(state) | {"answer": answer})
 
     async def close(self) -> None:
@@ -178,22 +178,14 @@ class PythonTool:
         )
         return state, text or "(nothing was printed)"
 
-    def _read(self, paths: str | Sequence[str], split: str) -> list[Task]:
-        paths = [paths] if isinstance(paths, str) else list(paths)
-        tasks = [self._task(row, f"{Path(path).stem}/{index}") for path in paths for index, row in _rows(path, split)]
-        ids = Counter(task.task_id for task in tasks)
-        if ids and ids.most_common(1)[0][1] > 1:
-            raise UserError(
-                f"expected a different id in each row at env.params.{split}, found '{ids.most_common(1)[0][0]}' twice"
-            )
-        return tasks
-
-    def _task(self, row: Mapping[str, Any], fallback_id: str) -> Task:
-        answer = row["answer"]
-        first = answer[0] if isinstance(answer, list) else answer
-        answers = list(dict.fromkeys(map(str, [first, *row.get("answer_variants", ())])))
-        messages = (*self._opening, {"role": "user", "content": row["problem"]})
-        return Task(str(row.get("id", fallback_id)), messages, {"answers": answers}, self._tools)
+    def _task(self, problem: Problem) -> Task:
+        payload = {"answers": list(problem.answers)}
+        question = problem.question
+        if problem.choices:
+            payload["choices"] = list(problem.choices)
+            question += f"\n\n{choices_text(problem.choices)}\n\n{_CHOOSE}"
+        messages = (*self._opening, {"role": "user", "content": question})
+        return Task(problem.problem_id, messages, payload, self._tools)
 
 
 def _examples(tool_call: bool, number: int) -> Iterator[Mapping[str, str]]:
@@ -207,23 +199,6 @@ def _examples(tool_call: bool, number: int) -> Iterator[Mapping[str, str]]:
         yield {"role": "assistant", "content": action}
         yield observation
         yield {"role": "assistant", "content": f"The answer is \\boxed{{{answer}}}."}
-
-
-def _rows(path: str, split: str) -> list[tuple[int, dict[str, Any]]]:
-    if not Path(path).is_file():
-        raise UserError(f"expected a JSON Lines file at env.params.{split}, found none at '{path}'")
-    rows = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"expected JSON in line {number} of '{path}', found: {error}") from error
-        if not isinstance(row, dict) or not isinstance(row.get("problem"), str) or row.get("answer") in (None, [], ""):
-            raise UserError(f"expected the fields problem and answer in line {number} of '{path}', found {line[:80]}")
-        rows.append((number, row))
-    return rows
 
 
 def _is_right(text: str, accepted: Sequence[str]) -> bool:

@@ -13,11 +13,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trace_megatron.envs.rewards import qa_reward
 from trace_megatron.errors import UserError
+from trace_megatron.problems import Problem, read_problems, to_train_on
 from trace_megatron.retrieval.client import RetrievalClient
 from trace_megatron.retrieval.index import read_description
 from trace_megatron.retrieval.local import LocalServer
@@ -104,7 +104,7 @@ class Retrieval:
         num_examples: int = 0,
         **unknown: Any,
     ) -> None:
-        """``train``, ``validation``: JSONL files of {"id", "question", "answers"}; a question of both is validation's.
+        """``train``, ``validation``: files of problems of kind qa (trace_megatron/problems.py).
 
         ``index``: a folder, for which a server is started here; ``url``: or a server that runs already.
         ``num_passages`` of a search, each cut after ``max_passage_chars``. ``num_examples``: solved questions
@@ -123,10 +123,12 @@ class Retrieval:
         if not 0 <= num_examples <= len(_EXAMPLES):
             raise UserError(f"expected env.params.num_examples from 0 to {len(_EXAMPLES)}, found {num_examples}")
         example = [message for messages in _EXAMPLES[:num_examples] for message in messages]
-        held_out = _read_questions(validation, example)
-        shown = {task.payload["question"] for task in held_out}
-        training = [task for task in _read_questions(train, example) if task.payload["question"] not in shown]
-        self._tasks = {"train": training, "validation": held_out}
+        held_out = read_problems(validation, "env.params.validation", ("qa",))
+        training = to_train_on(read_problems(train, "env.params.train", ("qa",)), held_out)
+        self._tasks = {
+            split: [_task(problem, example) for problem in problems]
+            for split, problems in (("train", training), ("validation", held_out))
+        }
         self._num_passages, self._max_passage_chars = num_passages, max_passage_chars
         if index:
             read_description(index)
@@ -219,32 +221,10 @@ class _Connection:
         return RetrievalClient(url, timeout_s=self._timeout_s, explain=self._server.failure)
 
 
-def _read_questions(paths: str | Sequence[str], example: Sequence[Mapping[str, Any]]) -> list[Task]:
-    tasks: dict[str, Task] = {}
-    for path in map(Path, [paths] if isinstance(paths, str) and paths else paths):
-        if not path.is_file():
-            raise UserError(f"expected questions as JSONL, found nothing at '{path}'")
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            if line.strip():
-                task = _parse_question(line, f"{path.stem}-{number}", f"{path}, line {number}", example)
-                tasks[task.task_id] = task
-    return list(tasks.values())
-
-
-def _parse_question(line: str, default_id: str, where: str, example: Sequence[Mapping[str, Any]]) -> Task:
-    try:
-        record: Any = json.loads(line)
-        question, answers = record["question"], record["answers"]
-        texts = [question, *answers] if isinstance(answers, list) and answers else [None]
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError
-    except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f'expected {{"id", "question", "answers": [text, ...]}} in {where}, found {line[:80]!r}'
-        ) from None
-    messages = ({"role": "system", "content": _SYSTEM}, *example, {"role": "user", "content": question.strip()})
-    payload = {"question": question.strip(), "answers": list(answers)}
-    return Task(str(record.get("id", default_id)), messages, payload, tools=(SEARCH_TOOL,))
+def _task(problem: Problem, example: Sequence[Mapping[str, Any]]) -> Task:
+    messages = ({"role": "system", "content": _SYSTEM}, *example, {"role": "user", "content": problem.question})
+    payload = {"question": problem.question, "answers": list(problem.answers)}
+    return Task(problem.problem_id, messages, payload, tools=(SEARCH_TOOL,))
 
 
 def _passage_text(number: int, passage: Passage, max_chars: int) -> str:

@@ -40,6 +40,12 @@ def math_equal(prediction: str, gold: str) -> bool:
     return _pool().is_equal(prediction, gold)
 
 
+def math_readable(gold: str) -> bool:
+    """Whether the judge reads the gold answer as mathematics, so that other forms of it can be right too."""
+    gold = gold.strip()
+    return bool(gold) and (_PLAIN_NUMBER.fullmatch(gold) is not None or _pool().is_equal(gold, gold))
+
+
 def extract_boxed(text: str) -> str | None:
     """Content of the last ``\\boxed{...}`` whose braces close; ``\\fbox`` and ``\\boxed 5`` too. None without one."""
     boxes = _boxes(text)
