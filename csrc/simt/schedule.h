@@ -9,7 +9,7 @@ inline bool Machine::run(Index grid_size, Index block_size, size_t dynamic_share
   grid = gridDim = grid_size, block = blockDim = block_size, body_ = std::move(body);
   dynamic_bytes_ = dynamic_shared;
   shared_.clear(), arrays_.clear();
-  arena_.assign(kMostShared + kMostStaticShared + 64 * kGuard, char(kPoison));
+  arena_.resize(kMostShared + kMostStaticShared + 64 * kGuard);
   arena_shift_ = size_t(-reinterpret_cast<intptr_t>(arena_.data())) % 128;
   arena_used_ = (dynamic_shared + kGuard + 127) / 128 * 128;
   if (dynamic_shared) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import re
@@ -14,7 +15,18 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-FLAGS = ["-std=c++20", "-O1", "-g1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-DTRACE_SIMT"]
+FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-g1",
+    "-fPIC",
+    "-shared",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unknown-pragmas",
+    "-DTRACE_SIMT",
+    "-fno-gnu-unique",
+]
 _GUARD = 4096  # bytes on either side of an array that belong to none: a step out of bounds falls into them
 _POISON = 0xCC
 _C_TYPES = {
@@ -117,6 +129,11 @@ class Kernel:
             elif line.strip():
                 raise TypeError(f"expected 'type name, name;' in struct {params}, found '{line.strip()}'")
         return fields
+
+
+@functools.cache
+def _struct(name: str, layout: tuple[tuple[str, type], ...]) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": layout})
 
 
 def _guarded(value: torch.Tensor | tuple) -> tuple[torch.Tensor, torch.Tensor]:
