@@ -5,12 +5,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: install quickstart test lint bench clean
+.PHONY: install install-launch quickstart test lint bench clean
 
 install: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py requirements-cpu.txt tools/install.sh
 	PYTHON=$(PYTHON) bash tools/install.sh $(VENV)
+	touch $@
+
+# NeMo-Run conflicts with vLLM's requirements: `trace-megatron launch` has an environment of its own.
+install-launch: .venv-launch/.installed
+
+.venv-launch/.installed: pyproject.toml tools/install_launch.sh
+	PYTHON=$(PYTHON) bash tools/install_launch.sh .venv-launch
 	touch $@
 
 $(SMOLLM2): $(STAMP)

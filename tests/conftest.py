@@ -8,15 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
-
-
-def absent(reason: str) -> None:
-    """Skip on a user's machine; in continuous integration nothing may be missing."""
-    if os.environ.get("CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
+from needed import ROOT, absent
 
 
 @pytest.fixture(scope="session")

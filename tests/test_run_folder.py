@@ -53,3 +53,15 @@ def test_an_unreadable_state_is_named(config):
     (checkpoint / "state.json").write_text("{")
     with pytest.raises(UserError, match=r"state\.json"):
         read_state(checkpoint)
+
+
+def test_a_run_is_finished_with_its_last_checkpoint_and_its_export(config):
+    folder = RunFolder.of(config)
+    folder.prepare(config, resume=False)
+    assert not folder.is_finished(config)
+    save(folder, config.run.steps - 1)
+    assert not folder.is_finished(config)
+    save(folder, config.run.steps)
+    assert not folder.is_finished(config)  # killed while it exported
+    folder.hf.mkdir()
+    assert folder.is_finished(config)

@@ -12,94 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from tiny_models import write_tiny_model
+from tiny_runs import approximately, command, read_metrics, without_clock, write_answering_model, write_config
 from transformers import AutoModelForCausalLM
 
 from trace_megatron.cli import main
-from trace_megatron.config import EnvConfig, load_config
-from trace_megatron.envs import build_environment
-from trace_megatron.rollout.chat import ChatRenderer
 from trace_megatron.tree_files import read_trees
-
-TASKS = {"letter_counting": {"min_words": 1, "max_words": 3}}  # answers are mostly 0, 1 or 2
 
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory) -> Path:
-    """A tiny policy that answers in the asked form, with a digit at random: some answers are right, some are not."""
-    folder = write_tiny_model(tmp_path_factory.mktemp("policy") / "model", family="qwen3", tied=False, head_dim=32)
-    renderer = ChatRenderer.from_folder(folder)
-    environment = build_environment(EnvConfig(params={"tasks": TASKS}))
-    stop = renderer.stop_token_ids[0]
-    rows, labels = [], []
-    for number, task in enumerate(environment.tasks("train")[index] for index in range(48)):
-        prompt = renderer.prompt_ids(task.messages)
-        action = [*renderer._tokenizer.encode(f"Answer: {number % 3}", add_special_tokens=False), stop]
-        rows.append([*prompt, *action])
-        labels.append([-100] * len(prompt) + action)
-    longest = max(map(len, rows))
-    tokens = torch.tensor([row + [stop] * (longest - len(row)) for row in rows])
-    targets = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(0)
-    for _ in range(20):
-        chosen = torch.randperm(len(rows))[:8]
-        loss = model(tokens[chosen], labels=targets[chosen]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert loss < 0.6  # the form is learnt; the digit stays open
-    model.save_pretrained(folder)
-    return folder
-
-
-def write_config(folder: Path, model: Path, **sections) -> Path:
-    values = {
-        "run": {"name": "run", "output_dir": str(folder), "steps": 4, "seed": 3, "checkpoint_every": 2},
-        "policy": {"model": str(model), "dtype": "float32", "pipeline_parallel": 2, "tokens_per_micro_batch": 1024},
-        "optimizer": {"learning_rate": 1e-3},
-        "method": {"selector": "trace", "advantage": "tree_rpo"},
-        "budget": {"candidates": 6, "rollouts": 8, "continuations": 2},
-        "predictor": {"kind": "model", "model": str(model), "num_layers": 1, "dtype": "float32", "learning_rate": 1e-3},
-        "rollout": {"max_turns": 3, "max_new_tokens": 16, "max_prompt_tokens": 512, "max_response_tokens": 512},
-        "engine": {"dtype": "float32", "max_num_seqs": 32, "kv_cache_gib": 0.25},
-        "env": {"name": "reasoning_gym", "params": {"tasks": TASKS}},
-        "validation": {"every": 4, "prompts": 8},
-    }
-    for name, section in sections.items():
-        values[name] = values.get(name, {}) | section
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(values))
-    load_config(path)
-    return path
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "trace_megatron.cli", *arguments]
-
-
-def read_metrics(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def without_clock(line: dict) -> dict:
-    """A step's numbers without those that a clock made."""
-    return {
-        key: value
-        for key, value in line.items()
-        if not (key.startswith("seconds/") or key.endswith(("_s", "seconds", "predictor_share", "peak_memory_gib")))
-    }
-
-
-def approximately(value):
-    """Nested JSON with every float compared to 1e-5, everything else exactly."""
-    if isinstance(value, dict):
-        return {key: approximately(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [approximately(item) for item in value]
-    return pytest.approx(value, rel=1e-5, abs=1e-5) if isinstance(value, float) else value
+    return write_answering_model(tmp_path_factory.mktemp("policy") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +117,7 @@ def test_an_existing_run_is_not_overwritten(runs, tmp_path, policy, monkeypatch,
 def test_a_checkpoint_of_another_shape_is_refused(runs, tmp_path, policy):
     other = write_tiny_model(tmp_path / "other", family="qwen3", tied=False, head_dim=32, ffn=128)
     shutil.copytree(runs[0], tmp_path / "run")
-    config = write_config(tmp_path, other, predictor={"kind": "constant"})
+    config = write_config(tmp_path, other, run={"steps": 6}, predictor={"kind": "constant"})
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
     result = subprocess.run(command("train", "-c", str(config), "--resume"), capture_output=True, text=True)
     assert result.returncode == 2, result.stderr

@@ -13,12 +13,10 @@ from trace_megatron.config import load_config
 from trace_megatron.errors import RolloutError, UserError
 from trace_megatron.launch.local import run_ranks
 from trace_megatron.log import say
-from trace_megatron.report.tree_view import describe_trees, draw_tree
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.run_folder import RunFolder
-from trace_megatron.simulate.compare import METHODS, advise, compare_methods, compare_shapes, parse_shapes
-from trace_megatron.simulate.table import describe_rows
-from trace_megatron.tree_files import read_step
+
+# What needs torch or NumPy is imported where a command needs it: `launch` works on a login node without either.
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -38,20 +36,73 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
 ) -> None:
     """Train a policy: one process per rank, started here or by torchrun."""
-    from trace_megatron.checks import check_config  # heavy imports only where a command needs them
-
     resolved = load_config(config, overrides or [])
-    check_config(resolved)
     folder = RunFolder.of(resolved)
-    under_torchrun = "RANK" in os.environ
-    if not under_torchrun or os.environ["RANK"] == "0":
+    is_rank = "RANK" in os.environ  # of torchrun, or of Slurm's srun as `launch` starts it
+    prepares = not is_rank or os.environ["RANK"] == "0"
+    if resume and folder.is_finished(resolved):
+        if prepares:
+            say(f"nothing to resume: the run at '{folder.root}' has all its {resolved.run.steps} steps")
+        return
+    from trace_megatron.checks import check_config
+
+    check_config(resolved)
+    if prepares:
         folder.prepare(resolved, resume)
-    arguments = [str(folder.root), *(["--resume"] if resume else [])]
-    if under_torchrun:
+    if is_rank:
         from trace_megatron.train import run_rank
 
-        sys.exit(run_rank(arguments))
+        sys.exit(run_rank(folder, resolved, resume))
+    arguments = [str(folder.root), *(["--resume"] if resume else [])]
     sys.exit(run_ranks([sys.executable, "-m", "trace_megatron.train", *arguments], resolved.policy.num_ranks))
+
+
+@app.command()
+def launch(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    executor: Annotated[str, typer.Option(help="'local': this machine; 'slurm': a cluster.")] = "local",
+    account: Annotated[str, typer.Option(help="Slurm account.")] = "",
+    partition: Annotated[str, typer.Option(help="Slurm partition.")] = "",
+    nodes: Annotated[int, typer.Option(help="Nodes; they share the trainer ranks evenly.")] = 1,
+    gpus: Annotated[int | None, typer.Option(help="GPUs of a node, 0: none.  [default: one a rank]")] = None,
+    container: Annotated[str, typer.Option(help="Container image (Slurm's pyxis).")] = "",
+    mounts: Annotated[str, typer.Option(help="SOURCE:TARGET,... for the container, beside --workdir.")] = "",
+    time: Annotated[str, typer.Option(help="Time limit of a job, HH:MM:SS.")] = "04:00:00",
+    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for every rank; repeatable.")] = None,
+    sbatch: Annotated[list[str] | None, typer.Option(help="KEY=VALUE for sbatch, e.g. qos=long; repeatable.")] = None,
+    tunnel: Annotated[str, typer.Option(help="'local': sbatch is here; ssh://USER@HOST: there.")] = "local",
+    workdir: Annotated[str, typer.Option(help="Folder to start in, there.  [default: the current one]")] = "",
+    python: Annotated[str, typer.Option(help="Python of the training environment, there.")] = ".venv/bin/python",
+    chain: Annotated[int, typer.Option(help="Jobs in a row, each resumes the one before.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="The first job resumes, too.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Print the jobs' logs until they end.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the scripts with the configuration; submit nothing.")
+    ] = False,
+) -> None:
+    """Train as a job of NeMo-Run: on this machine, or on Slurm."""
+    from trace_megatron.launch.job import LaunchRequest
+    from trace_megatron.launch.run import launch_job
+
+    request = LaunchRequest(
+        executor=executor,
+        account=account,
+        partition=partition,
+        nodes=nodes,
+        gpus=gpus,
+        container=container,
+        mounts=tuple(filter(None, mounts.split(","))),
+        time=time,
+        env=tuple(env or ()),
+        sbatch=tuple(sbatch or ()),
+        tunnel=tunnel,
+        workdir=workdir or os.getcwd(),
+        python=python,
+        chain=chain,
+        resume=resume,
+    )
+    sys.exit(launch_job(request, load_config(config, overrides or []), follow=follow, only_print=dry_run))
 
 
 @app.command("eval")
@@ -66,10 +117,15 @@ def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
 def simulate(
     config: ConfigPath,
     overrides: Overrides = None,
-    selectors: Annotated[str, typer.Option(help="Methods to compare, with spaces between.")] = " ".join(METHODS),
+    selectors: Annotated[
+        str, typer.Option(help="Methods to compare, with spaces between.")
+    ] = "uniform pcl treepo trace",
     shapes: Annotated[str, typer.Option(help="Budgets to compare as 'M,N M,N ...'; empty: those of equal cost.")] = "",
 ) -> None:
     """Spend the budget on outcomes drawn from a stated model: which method, which (M, N) finds most contrast."""
+    from trace_megatron.simulate.compare import advise, compare_methods, compare_shapes, parse_shapes
+    from trace_megatron.simulate.table import describe_rows
+
     resolved = load_config(config, overrides or [])
     rows = compare_methods(resolved, selectors.split())
     other = compare_shapes(resolved, parse_shapes(shapes))
@@ -133,7 +189,7 @@ def _compare(hf_folder: Path, megatron_folder: Path) -> None:
 @app.command()
 def plan(config: ConfigPath, overrides: Overrides = None) -> None:
     """Memory by part and seconds by phase on the stated device; refuses what cannot fit and proposes what does."""
-    from trace_megatron.plan.table import describe_plan  # the policy's tables
+    from trace_megatron.plan.table import describe_plan
 
     for line in describe_plan(load_config(config, overrides or [])):
         typer.echo(line)
@@ -143,7 +199,7 @@ def plan(config: ConfigPath, overrides: Overrides = None) -> None:
 def report(config: ConfigPath, overrides: Overrides = None) -> None:
     """Write runs/NAME/report.html: curves, times, trees and configuration of a run."""
     from trace_megatron.report.html import write_report
-    from trace_megatron.rollout.chat import decoder  # transformers
+    from trace_megatron.rollout.chat import decoder
 
     resolved = load_config(config, overrides or [])
     typer.echo(write_report(RunFolder.of(resolved).root, decoder(resolved.policy.model)))
@@ -157,7 +213,9 @@ def inspect_trees(
     tree: Annotated[int, typer.Option(help="Number of a tree to print in full; -1: list them all.")] = -1,
 ) -> None:
     """Read a run's rollout trees: a list of a step's trees, or one with its text."""
-    from trace_megatron.rollout.chat import decoder  # transformers
+    from trace_megatron.report.tree_view import describe_trees, draw_tree
+    from trace_megatron.rollout.chat import decoder
+    from trace_megatron.tree_files import read_step
 
     resolved = load_config(config, overrides or [])
     trees = read_step(RunFolder.of(resolved).trees, step)
@@ -177,7 +235,7 @@ def doctor(
     overrides: Overrides = None,
 ) -> None:
     """What this machine has and lacks for a run."""
-    from trace_megatron.doctor import Verdict, examine  # imports torch and the policy's checks
+    from trace_megatron.doctor import Verdict, examine
 
     findings = list(examine(load_config(config, overrides or []) if config else None))
     for finding in findings:

@@ -259,7 +259,7 @@ def load_config(path: str | Path, overrides: typing.Sequence[str] = ()) -> Confi
     Raises UserError that names the unknown key and its nearest known neighbour, or the wrong type.
     """
     path = Path(path)
-    if not path.is_file():
+    if not path.exists() or path.is_dir():  # /dev/stdin is good, too
         raise UserError(
             f"expected a configuration file, found nothing at '{path}': give the path of a YAML file with -c"
         )

@@ -41,6 +41,13 @@ class RunFolder:
         self.root.mkdir(parents=True, exist_ok=True)
         self.config.write_text(dump_config(config))
 
+    def is_finished(self, config: Config) -> bool:
+        """True where the last step's checkpoint is there, and the exported policy if one is asked for."""
+        checkpoint = self.latest_checkpoint()
+        if checkpoint is None or read_state(checkpoint)["step"] < config.run.steps:
+            return False
+        return self.hf.exists() or not config.run.export_hf
+
     def latest_checkpoint(self) -> Path | None:
         """The newest complete checkpoint; ``state.json`` is in a folder only once all else is."""
         complete = sorted(path.parent for path in self._checkpoints.glob("step_*/state.json"))

@@ -26,11 +26,14 @@ from trace_megatron.tree_files import write_trees
 from trace_megatron.weight_sync.push import WeightSync
 
 
-def run_rank(arguments: list[str]) -> int:
-    """One rank of a run whose folder is prepared; returns its exit code, having said in one line what went wrong."""
+def run_rank(folder: RunFolder, config: Config, resume: bool) -> int:
+    """One rank of a run; returns its exit code, having said in one line what went wrong.
+
+    ``config`` comes from the caller, not from ``folder``: rank 0 of a cluster's job may still be preparing that.
+    """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that engines are closed
     try:
-        train(RunFolder(Path(arguments[0])), resume="--resume" in arguments)
+        train(folder, config, resume)
     except UserError as error:
         say(f"error: {error}")
         return 2
@@ -40,9 +43,8 @@ def run_rank(arguments: list[str]) -> int:
     return 0
 
 
-def train(folder: RunFolder, resume: bool) -> None:
+def train(folder: RunFolder, config: Config, resume: bool) -> None:
     """All ranks build the policy; rank 0 drives the steps, the others serve it until it stops."""
-    config = load_config(folder.config)
     with build_policy(config) as policy:
         predictor = build_predictor(config.predictor, config.run.seed, replicas=policy.shared_ranks)
         if not policy.is_driver:
@@ -157,4 +159,5 @@ def _is_due(step: int, every: int) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(sys.argv[1:]))
+    started = RunFolder(Path(sys.argv[1]))
+    sys.exit(run_rank(started, load_config(started.config), resume="--resume" in sys.argv))
