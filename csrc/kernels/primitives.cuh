@@ -69,6 +69,8 @@ SIMT_INLINE void cp_async_wait(simt::Where where = simt::Where::current()) {
   simt::wait_for_copies(kStillOpen, where);
 }
 
+inline float exp2_approx(float x) { return std::exp2(x); }
+
 template <class Params>
 cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
                    const Params& params) {
@@ -136,6 +138,12 @@ __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commi
 template <int kStillOpen>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kStillOpen) : "memory");
+}
+
+// 2^x in one instruction, to 2 units in the last place; 0 at -infinity.
+__device__ __forceinline__ float exp2_approx(float x) {
+  asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+  return x;
 }
 
 template <class Params>
