@@ -64,7 +64,6 @@ def test_tensors_other_than_planned_are_refused():
         broken = [change(x) if place == index else x for index, x in enumerate(inputs)]
         with pytest.raises(ValueError, match=message):
             attend(layout, broken, 0.125)
-    q, k, v, key_pages, value_pages = inputs
     small = dataclasses.replace(layout, pages=torch.tensor([100]))
     with pytest.raises(ValueError, match="hold page 100"):
         attend(small, inputs, 0.125)
@@ -73,4 +72,4 @@ def test_tensors_other_than_planned_are_refused():
     with pytest.raises(ValueError, match="multiple of key heads, found 3 and 2"):
         PrefixPlan(layout, 3, 2)
     with pytest.raises(ValueError, match=r"below 2\^31, found"):
-        PrefixPlan(layout, 2**30, 1).tiles
+        PrefixPlan(layout, 2**30, 1).tiles_of(128)

@@ -9,8 +9,9 @@ from example_trees import make_prompt, make_rollout, make_turn
 from test_value_model import predictor_for
 
 from trace_megatron.algorithm.tree import prefix_anchors
+from trace_megatron.ops import PAGE_TOKENS
 from trace_megatron.predictor.key_values import KeyValuePages
-from trace_megatron.predictor.pack import PAGE_TOKENS, history_paths, pack_histories
+from trace_megatron.predictor.pack import history_paths, pack_histories
 from trace_megatron.predictor.score import score_paths
 from trace_megatron.types import ROOT, RolloutTree
 
@@ -81,6 +82,22 @@ def test_scores_are_the_same_from_fewer_tokens(folder, tokens_per_forward, reque
         score_histories(model, roots(trees), tokens_per_forward, pages), root_scores, rtol=0, atol=1e-6
     )
     assert sum(computed) <= len(trees) * PAGE_TOKENS
+
+
+def test_any_part_of_the_pages_may_be_known(tiny_llama):
+    predictor, _ = predictor_for(tiny_llama)
+    model, trees = predictor._model, long_trees(5, seed=1)
+    requests = [*roots(trees), *((tree, prefix_anchors(tree)) for tree in trees)]
+    expected = score_histories(model, requests, 8192)
+    rng = np.random.default_rng(2)
+    for share in (0.0, 0.2, 0.5, 0.8):
+        pages = pages_for(model)
+        score_histories(model, roots(trees), 8192, pages, keep=True)
+        for digest in [digest for digest in pages._pages if rng.random() < share]:
+            pages._free.append(pages._pages.pop(digest))
+        for keep in (True, False):  # the second reads what the first kept
+            actual = score_histories(model, requests, 8192, pages, keep)
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6)
 
 
 def test_a_common_opening_is_kept_once_and_known_to_later_packs(tiny_llama):

@@ -16,7 +16,9 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedConfig
 
-from trace_megatron.predictor.pack import PAGE_TOKENS, HistoryBatch, Page
+from trace_megatron.ops import PAGE_TOKENS, PrefixPlan, prefix_attention
+from trace_megatron.predictor.pack import HistoryBatch, Page
+from trace_megatron.predictor.prefixes import find_computed
 
 
 class KeyValuePages:
@@ -26,7 +28,7 @@ class KeyValuePages:
         """``max_bytes``: of keys and values; memory is taken when the first page is kept."""
         num_groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self._row = (num_groups, head_dim)
+        self._row, self._num_heads = (num_groups, head_dim), config.num_attention_heads
         self._num_layers, self._dtype, self._device = config.num_hidden_layers, dtype, device
         token_bytes = 2 * self._num_layers * num_groups * head_dim * dtype.itemsize
         self._num_pages = max_bytes // (token_bytes * PAGE_TOKENS)
@@ -52,7 +54,7 @@ class KeyValuePages:
     def open(self, histories: HistoryBatch, keep: bool) -> Iterator[KeyValues]:
         """What one forward over ``histories`` needs; with ``keep``, the prompts' new pages are kept if it succeeds."""
         known = [page for page in histories.pages if page.digest in self._pages]
-        for page in known:
+        for page in reversed(known):  # a prompt's first pages stay the longest: later ones are of no use without them
             self._pages.move_to_end(page.digest)
         fresh = [page for page in histories.pages if page.digest not in self._pages] if keep else []
         taken = self._take(len(fresh), {page.digest for page in known})
@@ -66,11 +68,14 @@ class KeyValuePages:
                 self._pool,
                 {page: self._pages[page.digest] for page in known},
                 {page: kept[page.digest] for page in fresh if page.digest in kept},
+                self._num_heads,
+                self._row[0],
+                self._device,
             )
         except BaseException:
             self._free += taken
             raise
-        self._pages.update(kept)
+        self._pages.update(reversed(kept.items()))
 
     def _take(self, count: int, in_use: set[bytes]) -> list[int]:
         """Up to ``count`` pages, free ones first, then the least recently used that this forward does not read."""
@@ -81,41 +86,40 @@ class KeyValuePages:
 
 
 class KeyValues:
-    """The keys and values of one forward: those computed, among those known."""
+    """The keys and values of one forward: those computed, beside those known."""
 
     def __init__(
-        self, histories: HistoryBatch, pool: torch.Tensor | None, known: dict[Page, int], kept: dict[Page, int]
+        self,
+        histories: HistoryBatch,
+        pool: torch.Tensor | None,
+        known: dict[Page, int],
+        kept: dict[Page, int],
+        num_heads: int,
+        num_groups: int,
+        device: torch.device,
     ):
-        device = pool.device if pool is not None else torch.device("cpu")
-        computed = torch.ones(histories.num_tokens, dtype=torch.bool)
-        known_positions, known_slots = _positions_and_slots(known)
-        computed[known_positions] = False
-        computed[histories.last_positions] = True  # their hidden states are asked for
-        left_out = ~computed[known_positions]
-        self.query_index = torch.nonzero(computed).flatten().to(device, torch.int32)
-        """[Q] int32, increasing: the packed positions that are computed."""
-        self._num_tokens = histories.num_tokens
+        computed = find_computed(histories, known)
+        self.positions, self.rows = computed.positions, computed.rows
+        """[Q] packed positions that are computed, in their order; [A] where each history's last token is among them."""
+        self._plan = PrefixPlan(computed.layout, num_heads, num_groups, device)
         self._pool = pool
-        self._known_positions = known_positions[left_out].to(device)
-        self._known_slots = known_slots[left_out].to(device)
-        kept_positions, kept_slots = _positions_and_slots(kept)
-        self._kept_positions, self._kept_slots = kept_positions.to(device), kept_slots.to(device)
+        positions, slots = _positions_and_slots(kept)
+        fresh = computed.known_slots[positions] < 0
+        self._kept_places, self._kept_slots = computed.places[positions[fresh]].to(device), slots[fresh].to(device)
+        # tokens that a new page shares with a known one
+        self._copied_from = computed.known_slots[positions[~fresh]].to(device)
+        self._copied_to = slots[~fresh].to(device)
 
-    def extend(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[Q, G, D] of the computed tokens -> [T, G, D] of all; keeps what is to be kept."""
-        key, value = (self._among_known(layer, place, rows) for place, rows in enumerate((key, value)))
-        if self._kept_slots.numel():
-            self._pool[layer, 0, self._kept_slots] = key[self._kept_positions]
-            self._pool[layer, 1, self._kept_slots] = value[self._kept_positions]
-        return key, value
-
-    def _among_known(self, layer: int, place: int, rows: torch.Tensor) -> torch.Tensor:
-        if not self._known_slots.numel():
-            return rows
-        everything = rows.new_empty(self._num_tokens, *rows.shape[1:])
-        everything[self.query_index] = rows
-        everything[self._known_positions] = self._pool[layer, place, self._known_slots]
-        return everything
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        """q [Q, H, D], k, v [Q, G, D] of the computed tokens -> [Q, H, D]; keeps what is to be kept."""
+        if self._pool is None:
+            return prefix_attention(q, k, v, None, None, self._plan, scale)
+        for pool, rows in zip(self._pool[layer], (k, v), strict=True):
+            if self._kept_slots.numel():
+                pool[self._kept_slots] = rows[self._kept_places]
+            if self._copied_to.numel():
+                pool[self._copied_to] = pool[self._copied_from]
+        return prefix_attention(q, k, v, *self._pool[layer], self._plan, scale)
 
 
 def _positions_and_slots(pages: dict[Page, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -56,12 +56,10 @@ def _attend(
         raise UserError("windows, soft caps, sinks and position biases are not supported")
     q, k, v = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     scale = q.size(-1) ** -0.5 if scaling is None else scaling
-    query_index = None
-    if key_values is not None:
-        k, v = key_values.extend(module.layer_idx, k, v)
-        query_index = key_values.query_index if k.size(0) > q.size(0) else None
     with torch.autocast(q.device.type, enabled=False):  # the op chooses its own accumulation type
-        return tree_attention(q, k, v, subtree_end, scale, query_index)[None], None
+        if key_values is not None:
+            return key_values.attend(module.layer_idx, q, k, v, scale)[None], None
+        return tree_attention(q, k, v, subtree_end, scale)[None], None
 
 
 AttentionInterface.register(_ATTENTION, _attend)
@@ -116,19 +114,18 @@ def last_hidden(
 ) -> torch.Tensor:
     """[A, hidden] state, after the final norm, of the last token of each history."""
     device = backbone.device
-    tokens, position_ids = histories.tokens.to(device), histories.position_ids.to(device)
-    rows = histories.last_positions.to(device)
+    tokens, position_ids, rows = histories.tokens, histories.position_ids, histories.last_positions
     if key_values is not None:
-        computed = key_values.query_index.long()
-        tokens, position_ids, rows = tokens[computed], position_ids[computed], torch.searchsorted(computed, rows)
+        tokens, position_ids = tokens[key_values.positions], position_ids[key_values.positions]
+        rows = key_values.rows
     hidden = backbone(
-        input_ids=tokens[None],
-        position_ids=position_ids[None],
+        input_ids=tokens[None].to(device),
+        position_ids=position_ids[None].to(device),
         subtree_end=histories.subtree_end.to(device),
         key_values=key_values,
         use_cache=False,
     ).last_hidden_state[0]
-    return hidden[rows]
+    return hidden[rows.to(device)]
 
 
 def load_value_model(

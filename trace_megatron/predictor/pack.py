@@ -18,23 +18,31 @@ import numpy as np
 import torch
 
 from trace_megatron.algorithm.tree import history_ids, rollout_turns
+from trace_megatron.ops import PAGE_TOKENS
 from trace_megatron.types import ROOT, Anchor, RolloutTree
 
 Request = tuple[RolloutTree, Sequence[Anchor]]
 """Histories of one tree; ROOT is the prompt alone, with or without rollouts."""
 
-PAGE_TOKENS = 16
-"""Prompts are known by whole pages: a shorter rest is computed again."""
-
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of a prompt's tokens in a pack."""
+    """A page of a prompt's tokens in a pack: prompts are known by whole pages, a shorter rest is computed again."""
 
     digest: bytes
     """Of all tokens up to the page's end: what a token's keys and values depend on."""
     positions: tuple[int, ...]
     """[PAGE_TOKENS] in the pack."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Packed tokens ``begin`` up to ``end``, each the parent of the next."""
+
+    begin: int
+    end: int
+    parent: int
+    """Of the first; -1: it is a root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,8 @@ class HistoryBatch:
     """[A] int64, place of each history in the requested order."""
     pages: tuple[Page, ...] = ()
     """The prompts' whole pages, each once."""
+    runs: tuple[Run, ...] = ()
+    """Of all tokens, in order."""
 
     @property
     def num_tokens(self) -> int:
@@ -148,11 +158,14 @@ def _assemble(group: Sequence[HistoryPath]) -> HistoryBatch:
     open_path: list[int] = []  # positions of the current path's tokens, by depth
     last_positions: list[int] = []
     pages: dict[bytes, Page] = {}
+    runs: list[Run] = []
     for index, path in enumerate(group):
         shared = _num_shared(group[index - 1], path) if index else 0
         for position in open_path[shared:]:
             ends[position] = len(tokens)
         fresh = path.token_ids[shared:].tolist()
+        if fresh:
+            runs.append(Run(len(tokens), len(tokens) + len(fresh), open_path[shared - 1] if shared else -1))
         open_path[shared:] = range(len(tokens), len(tokens) + len(fresh))
         tokens += fresh
         depths += range(shared, shared + len(fresh))
@@ -173,4 +186,5 @@ def _assemble(group: Sequence[HistoryPath]) -> HistoryBatch:
         last_positions=torch.tensor(last_positions, dtype=torch.int64),
         rows=torch.tensor([row for path in group for row in path.rows], dtype=torch.int64),
         pages=tuple(pages.values()),
+        runs=tuple(runs),
     )
