@@ -1,15 +1,16 @@
 """A policy of about a million parameters that can half do the calculator task: its own tokenizer, supervised steps.
 
-    python examples/calculator/warm_start.py [--folder models/calculator] [--steps 3000]
+    python examples/calculator/warm_start.py [--folder models/calculator] [--steps 500]
 
-Demonstrations are the environment's own solutions of train tasks with few operations; longer ones are left for
-reinforcement learning. The conversation is tokenised by the product's renderer, so that training and sampling see the
+Demonstrations are the environment's own solutions of train tasks, each further operation half as frequent: the policy
+solves short tasks nearly always, long ones now and then. The conversation is tokenised by the product's renderer, so that training and sampling see the
 same ids. The same seed gives the same weights on the same machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from pathlib import Path
 
@@ -36,8 +37,8 @@ def main() -> None:
     torch.manual_seed(options.seed)
     build_tokenizer().save_pretrained(options.folder)
     renderer = ChatRenderer.from_folder(options.folder)
-    environment = Calculator(max_operations=options.max_operations, seed=options.seed)
-    examples = [demonstrate(environment, renderer, number) for number in range(options.examples)]
+    environment = Calculator(seed=options.seed)
+    examples = [demonstrate(environment, renderer, number) for number in choose(environment, options.examples)]
     model = build_model(renderer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(examples)} demonstrations")
     train(model, examples, options)
@@ -48,10 +49,9 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("models/calculator"))
-    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--examples", type=int, default=20_000)
-    parser.add_argument("--max-operations", type=int, default=4)
+    parser.add_argument("--examples", type=int, default=40_000, help="tasks to choose from")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -83,6 +83,14 @@ def build_model(renderer: ChatRenderer) -> Qwen3ForCausalLM:
         bos_token_id=None,
     )
     return Qwen3ForCausalLM(config)
+
+
+def choose(environment: Calculator, num_tasks: int) -> list[int]:
+    """Of the first train tasks, those with n operations with probability 2^(1 - n)."""
+    rng = random.Random(0)
+    return [
+        number for number in range(num_tasks) if rng.random() < 2.0 ** (1 - len(environment.draw("train", number)[1]))
+    ]
 
 
 def demonstrate(environment: Calculator, renderer: ChatRenderer, number: int) -> tuple[list[int], list[int]]:

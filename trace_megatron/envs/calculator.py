@@ -43,7 +43,7 @@ class Calculator:
     """Expressions of ``min_operations`` to ``max_operations`` operations, in equal parts; the splits share none."""
 
     def __init__(
-        self, min_operations: int = 1, max_operations: int = 6, max_number: int = 20, size: int = 20_000, seed: int = 0
+        self, min_operations: int = 1, max_operations: int = 6, max_number: int = 20, size: int = 40_000, seed: int = 0
     ) -> None:
         """Raises UserError unless 1 <= min_operations <= max_operations <= 12, max_number >= 2 and size >= 1."""
         if not 1 <= min_operations <= max_operations <= 12 or max_number < 2 or size < 1:
