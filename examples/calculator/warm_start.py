@@ -3,8 +3,8 @@
     python examples/calculator/warm_start.py [--folder models/calculator] [--steps 500]
 
 Demonstrations are the environment's own solutions of train tasks, each further operation half as frequent: the policy
-solves short tasks nearly always, long ones now and then. The conversation is tokenised by the product's renderer, so that training and sampling see the
-same ids. The same seed gives the same weights on the same machine.
+solves short tasks nearly always, long ones now and then. The conversation is tokenised by the product's renderer, so
+that training and sampling see the same ids. The same seed gives the same weights on the same machine.
 """
 
 from __future__ import annotations
