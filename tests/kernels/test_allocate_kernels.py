@@ -151,6 +151,77 @@ def test_each_barrier_is_needed_every_time(allocate):
     assert len(barriers) == {"prefixes": 1, "roots": 2}[name]
     for seed in range(100):
         for barrier in barriers:
-            with pytest.raises(KernelFault, match="race|not written before"):
+            with pytest.raises(KernelFault, match=r"race|not written before"):
                 allocate(*how, seed=seed, drop=barrier)
     assert torch.equal(allocate(*how, seed=1), wanted)
+
+
+def allocate_tables(values, budget, exact=True, **how):
+    problems, rows, counts = values.shape
+    how_fields = {
+        "values": values,
+        "table": ((problems, rows, budget + 1), torch.float64),
+        "counts": ((problems, rows), torch.int64),
+        "num_problems": problems,
+        "num_rows": rows,
+        "num_counts": counts,
+        "budget": budget,
+        "exact": exact,
+    }
+    return kernel("table").run("launch_allocate_table", "AllocateTableParams", how_fields, **how)["counts"]
+
+
+def reference_tables(values, budget, exact=True):
+    rows = []
+    for table in values:
+        try:
+            rows.append(reference.allocate_table(table, budget, exact))
+        except ValueError:
+            rows.append(torch.full((values.size(1),), -1))
+    return torch.stack(rows)
+
+
+def test_tables_equal_the_reference():
+    generator = torch.Generator().manual_seed(4)
+    infeasible = 0
+    for case in range(70):
+        rows, cap, budget = (int(torch.randint(1, high, (), generator=generator)) for high in (6, 9, 40))
+        cap, budget = (0, budget % 3) if case % 20 == 0 else (cap, budget)
+        values = torch.randint(0, 4, (3, rows, cap + 1), generator=generator).double()  # many ties
+        if case % 2:
+            values = torch.rand(values.shape, generator=generator, dtype=torch.float64)
+        values[torch.rand(values.shape, generator=generator) < 0.2] = -math.inf
+        exact = case % 3 != 0
+        wanted = reference_tables(values, budget, exact)
+        infeasible += int((wanted == -1).any())
+        assert torch.equal(allocate_tables(values, budget, exact, seed=case), wanted), (values, budget, exact)
+    assert 14 < infeasible < 56
+
+
+def test_long_tables():
+    generator = torch.Generator().manual_seed(5)
+    for rows, counts, budget in [(2, 1200, 1100), (3, 40, 1024), (1, 300, 255)]:
+        values = torch.rand(1, rows, counts, generator=generator, dtype=torch.float64).cumsum(-1)
+        budget = min(budget, rows * (counts - 1))
+        wanted = torch.ops.trace_megatron.allocate_table if native.AVAILABLE else reference.allocate_table
+        assert torch.equal(allocate_tables(values, budget)[0], wanted(values[0], budget, True))
+
+
+def test_tables_with_wrong_values():
+    for wrong in (math.nan, math.inf):
+        values = torch.zeros(2, 2, 3, dtype=torch.float64)
+        values[1, 1, 2] = wrong
+        assert allocate_tables(values, 2).tolist() == [[2, 0], [-1, -1]]
+    with pytest.raises(ValueError, match="CUDA error 1"):
+        allocate_tables(torch.zeros(1, 1, 20480, dtype=torch.float64), 1)
+
+
+def test_each_barrier_of_the_table_is_needed_every_time():
+    values = torch.rand(1, 3, 4, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    allocate_tables(values, 9)
+    barriers = kernel("table").syncs()
+    assert len(barriers) == 3
+    for seed in range(100):
+        for barrier in barriers:
+            with pytest.raises(KernelFault, match=r"race|not written before"):
+                allocate_tables(values, 9, seed=seed, drop=barrier)
