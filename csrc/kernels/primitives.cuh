@@ -160,6 +160,16 @@ cudaError_t launch(void (*kernel)(Params), dim3 grid, dim3 block, size_t shared_
 
 #endif
 
+// For launch functions: whether vectors of this many bytes can be read from here.
+template <class T>
+bool is_aligned(Global<T> at, size_t bytes) {
+#if defined(TRACE_SIMT)
+  return reinterpret_cast<uintptr_t>(at.address()) % bytes == 0;
+#else
+  return reinterpret_cast<uintptr_t>(at) % bytes == 0;
+#endif
+}
+
 // Two 16-bit floats in one register, the first in the low half.
 __device__ __forceinline__ uint32_t pack(bf16 low, bf16 high) {
   uint16_t parts[2];
