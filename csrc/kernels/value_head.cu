@@ -7,9 +7,9 @@
 namespace trace_megatron {
 namespace {
 
-using Launch = HeadLaunch<ValueHeadParams>;
+using Forward = HeadLaunch<ValueHeadParams>;
 
-__global__ void __launch_bounds__(kHeadWarps* kWarpSize, 1) value_head_kernel(Launch l) {
+__global__ void __launch_bounds__(kHeadWarps* kWarpSize, 1) value_head_kernel(Forward l) {
   const ValueHeadParams& p = l.p;
   const int64_t anchor = anchor_of_warp();
   if (anchor >= p.num_anchors) return;
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kHeadWarps* kWarpSize, 1) value_head_kernel(La
 extern "C" cudaError_t launch_value_head(const ValueHeadParams* params, cudaStream_t stream) {
   if (params->num_anchors == 0) return cudaSuccess;
   return launch(value_head_kernel, grid_of_warps(params->num_anchors), dim3(kHeadWarps * kWarpSize), 0, stream,
-                Launch{*params, can_vectorize(*params)});
+                Forward{*params, can_vectorize(*params)});
 }
 
 }  // namespace trace_megatron

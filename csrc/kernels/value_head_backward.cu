@@ -9,19 +9,18 @@
 namespace trace_megatron {
 namespace {
 
-using Params = ValueHeadBackwardParams;
-using Launch = HeadLaunch<Params>;
+using Backward = HeadLaunch<ValueHeadBackwardParams>;
 constexpr int kChannels = 128;  // of one block, one a thread
 
 // With g the gradient of r sum(c x) + bias: scales[0] = g r, of c; scales[1] = g r^3 sum(c x) / C, of -x; scales[2] = g.
-__global__ void __launch_bounds__(kHeadWarps* kWarpSize, 1) head_scales_kernel(Launch l) {
-  const Params& p = l.p;
+__global__ void __launch_bounds__(kHeadWarps* kWarpSize, 1) head_scales_kernel(Backward l) {
+  const ValueHeadBackwardParams& p = l.p;
   const int64_t anchor = anchor_of_warp();
   if (anchor >= p.num_anchors) return;
   const int64_t row = p.index[anchor];
   float direct = 0.0f, through_norm = 0.0f, logit = 0.0f;
   if (row >= 0 && row < p.num_tokens) {
-    const RowSums sums = HiddenRows<Params>{p}.sums(row, l.is_vectorized);
+    const RowSums sums = HiddenRows<ValueHeadBackwardParams>{p}.sums(row, l.is_vectorized);
     const float prob = p.probs[anchor], r = sums.inverse_rms;
     logit = p.grad_probs[anchor] * prob * (1.0f - prob);
     direct = logit * r;
@@ -33,15 +32,15 @@ __global__ void __launch_bounds__(kHeadWarps* kWarpSize, 1) head_scales_kernel(L
   p.scales[2 * p.num_anchors + anchor] = logit;
 }
 
-__device__ void write_grad(const Params& p, int64_t place, float grad) {
+__device__ void write_grad(const ValueHeadBackwardParams& p, int64_t place, float grad) {
   if (p.float_grad_hidden)
     p.float_grad_hidden[place] = grad;
   else
     pointer_cast<bf16>(p.bf16_grad_hidden)[place] = to_bf16(grad);
 }
 
-__global__ void __launch_bounds__(kHeadWarps* kWarpSize, 1) head_rows_kernel(Launch l) {
-  const Params& p = l.p;
+__global__ void __launch_bounds__(kHeadWarps* kWarpSize, 1) head_rows_kernel(Backward l) {
+  const ValueHeadBackwardParams& p = l.p;
   const int64_t anchor = anchor_of_warp();
   if (anchor >= p.num_anchors) return;
   const int lane = int(threadIdx.x) % kWarpSize;
@@ -55,19 +54,19 @@ __global__ void __launch_bounds__(kHeadWarps* kWarpSize, 1) head_rows_kernel(Lau
     if (same) direct += p.scales[other], through_norm += p.scales[p.num_anchors + other];
   }
   direct = warp_sum(direct), through_norm = warp_sum(through_norm);
-  const HiddenRows<Params> rows{p};
+  const HiddenRows<ValueHeadBackwardParams> rows{p};
   for (int64_t i = lane; i < p.num_channels; i += kWarpSize)
     write_grad(p, row * p.num_channels + i,
                direct * p.norm_weight[i] * p.weight[i] - through_norm * rows.at(row, i));
 }
 
 // partial_sums[chunk] = sum of g r x over the anchors of the chunk.
-__global__ void __launch_bounds__(kChannels, 1) head_weights_kernel(Launch l) {
-  const Params& p = l.p;
+__global__ void __launch_bounds__(kChannels, 1) head_weights_kernel(Backward l) {
+  const ValueHeadBackwardParams& p = l.p;
   const int64_t channel = int64_t(blockIdx.x) * kChannels + threadIdx.x;
   if (channel >= p.num_channels) return;
   const int64_t first = int64_t(blockIdx.y) * kValueHeadChunk, end = min(first + kValueHeadChunk, p.num_anchors);
-  const HiddenRows<Params> rows{p};
+  const HiddenRows<ValueHeadBackwardParams> rows{p};
   float sum = 0.0f;
   for (int64_t anchor = first; anchor < end; ++anchor) {
     const int64_t row = p.index[anchor];
@@ -76,8 +75,8 @@ __global__ void __launch_bounds__(kChannels, 1) head_weights_kernel(Launch l) {
   p.partial_sums[blockIdx.y * p.num_channels + channel] = sum;
 }
 
-__global__ void __launch_bounds__(kChannels, 1) head_sums_kernel(Launch l) {
-  const Params& p = l.p;
+__global__ void __launch_bounds__(kChannels, 1) head_sums_kernel(Backward l) {
+  const ValueHeadBackwardParams& p = l.p;
   if (blockIdx.x == 0 && threadIdx.x < kWarpSize) {
     float bias = 0.0f;
     for (int64_t anchor = threadIdx.x; anchor < p.num_anchors; anchor += kWarpSize)
@@ -97,7 +96,7 @@ __global__ void __launch_bounds__(kChannels, 1) head_sums_kernel(Launch l) {
 }  // namespace
 
 extern "C" cudaError_t launch_value_head_backward(const ValueHeadBackwardParams* params, cudaStream_t stream) {
-  const Launch l{*params, can_vectorize(*params)};
+  const Backward l{*params, can_vectorize(*params)};
   const dim3 warps = grid_of_warps(params->num_anchors), block(kHeadWarps * kWarpSize);
   const unsigned columns = unsigned((params->num_channels + kChannels - 1) / kChannels);
   const int64_t chunks = (params->num_anchors + kValueHeadChunk - 1) / kValueHeadChunk;

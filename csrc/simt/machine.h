@@ -67,6 +67,7 @@ class Machine {
   Random random;
   std::vector<Region> globals;  // what the kernel may touch, by address
   std::string dropped;          // the synchronisation at this file:line does nothing
+  bool trusts_unknown = false;  // memory that no region holds may be touched, unchecked
 
   // Read by a test after a launch.
   std::string error;                // of the first fault; no launch runs after it

@@ -41,6 +41,9 @@ extern "C" {
   globals.insert(place, std::move(region));
 }
 
+// Whether memory outside all regions may be touched, unchecked: for ops that make tensors of their own.
+[[gnu::used]] inline void simt_trust_unknown(int trusts) { simt::machine.trusts_unknown = trusts; }
+
 // The synchronisation at this file:line does nothing until the next reset.
 [[gnu::used]] inline void simt_drop(const char* place) { simt::machine.dropped = place; }
 

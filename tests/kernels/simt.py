@@ -57,7 +57,7 @@ class Kernel:
 
     def __init__(self, source: str | Path) -> None:
         self.source = Path(source) if Path(source).is_absolute() else ROOT / "csrc/kernels" / source
-        self._library = ctypes.CDLL(str(_build(self.source)))
+        self._library = ctypes.CDLL(str(build(self.source)))
         self._library.simt_error.restype = self._library.simt_syncs.restype = ctypes.c_char_p
         headers = "".join(path.read_text() for path in sorted(self.source.parent.glob("*.h")))
         self._text = headers + self.source.read_text()
@@ -148,18 +148,20 @@ def _guarded(value: torch.Tensor | tuple) -> tuple[torch.Tensor, torch.Tensor]:
     return memory, inner
 
 
-def _build(source: Path) -> Path:
+def build(source: Path, *flags: str) -> Path:
     """The library of this source, from a cache by content."""
-    used = [source, *sorted(source.parent.glob("*.h")), *sorted(source.parent.glob("*.cuh"))]
-    used += [*sorted((ROOT / "csrc/simt").glob("*.h")), *sorted((ROOT / "csrc/kernels").glob("*.*h"))]
-    digest = hashlib.sha256(" ".join(FLAGS).encode() + b"".join(path.read_bytes() for path in used)).hexdigest()[:20]
+    headers = [path for folder in (source.parent, ROOT / "csrc/kernels") for path in folder.glob("*.*h")]
+    used = [source, *sorted(headers), *sorted((ROOT / "csrc/simt").glob("*.h"))]
+    used += [ROOT / "csrc" / path for path in re.findall(r'#include "(\w+/\w+\.c\w+)"', source.read_text())]
+    words = " ".join([*FLAGS, *flags]).encode()
+    digest = hashlib.sha256(words + b"".join(path.read_bytes() for path in used)).hexdigest()[:20]
     folder = Path(tempfile.gettempdir()) / f"trace_megatron_simt_{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{source.stem}_{digest}.so"
     if not library.exists():
         unfinished = folder / f"{library.name}.{os.getpid()}"
         compiler = os.environ.get("CXX", "g++")
-        command = [compiler, *FLAGS, "-I", str(ROOT / "csrc"), "-x", "c++", str(source), "-o", str(unfinished)]
+        command = [compiler, *FLAGS, "-I", str(ROOT / "csrc"), "-x", "c++", str(source), "-o", str(unfinished), *flags]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"expected {source.name} to compile, found\n{done.stderr}")

@@ -1,0 +1,28 @@
+// The ops on a CUDA device, with the signatures of csrc/api/ops.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+namespace trace_megatron::cuda {
+
+using at::Tensor;
+
+Tensor allocate_roots(const Tensor& success_probs, const Tensor& budgets, const Tensor& offsets,
+                      std::optional<int64_t> max_rollouts, bool exact);
+Tensor allocate_prefixes(const Tensor& repeat_probs, const Tensor& budgets, const Tensor& offsets);
+Tensor allocate_table(const Tensor& values, int64_t budget, bool exact);
+
+std::vector<Tensor> tree_block_mask(const Tensor& subtree_end, int64_t block_size);
+
+Tensor value_head_forward(const Tensor& hidden, const Tensor& index, const Tensor& norm_weight, const Tensor& weight,
+                          const std::optional<Tensor>& bias, double eps);
+std::tuple<Tensor, Tensor, Tensor, Tensor> value_head_backward(const Tensor& grad_probs, const Tensor& probs,
+                                                               const Tensor& hidden, const Tensor& index,
+                                                               const Tensor& norm_weight, const Tensor& weight,
+                                                               const std::optional<Tensor>& bias, double eps);
+
+}  // namespace trace_megatron::cuda
