@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: install install-launch quickstart test lint bench clean
+.PHONY: install install-launch quickstart test lint kernels bench clean
 
 install: $(STAMP)
 
@@ -33,6 +33,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+kernels: $(STAMP)
+	$(BIN)/python tools/compile_kernels.py
 
 clean:
 	rm -rf build *.egg-info .pytest_cache .ruff_cache .hypothesis

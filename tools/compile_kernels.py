@@ -1,6 +1,7 @@
 """Compiles csrc/kernels/*.cu for sm_80, sm_90a and sm_100; prints registers, shared memory and spills. No GPU needed.
 
 Usage: tools/compile_kernels.py [FILE.cu ...]
+Without files csrc/cuda/*.cpp, which binds the kernels to torch, is compiled as well.
 nvcc is $NVCC, or the one in $CUDA_HOME, in PATH, or in this Python's packages (pip install --no-deps -r
 requirements-nvcc.txt). Exit code 1 where a kernel spills registers or does not compile, 2 where there is no nvcc.
 """
@@ -13,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -52,7 +54,7 @@ def find_nvcc() -> str | None:
 
 
 def compile_kernels(nvcc: str, source: Path) -> list[Usage]:
-    """Compile one source for all architectures, its launch functions included. Raises RuntimeError with nvcc's words."""
+    """Compile one source, its launch functions too, for all architectures. Raises RuntimeError with nvcc's words."""
     with tempfile.TemporaryDirectory() as folder:
         command = [nvcc, "-std=c++17", "-O3", "-Xptxas", "-v", "-c", str(source), "-o", f"{folder}/kernels.o"]
         for arch in ARCHITECTURES:
@@ -64,6 +66,24 @@ def compile_kernels(nvcc: str, source: Path) -> list[Usage]:
     if {usage.architecture for usage in usages} != {f"sm_{arch}" for arch in ARCHITECTURES}:
         raise RuntimeError(f"expected kernels of {source.name} for {ARCHITECTURES}, found {usages}")
     return usages
+
+
+def check_binding(nvcc: str, source: Path) -> None:
+    """Compile a source of csrc/cuda against the headers of torch and CUDA. Raises RuntimeError as above."""
+    from torch.utils.cpp_extension import include_paths
+
+    headers = [*include_paths(), sysconfig.get_path("include")]
+    with tempfile.TemporaryDirectory() as folder:
+        # torch's build writes this header for CUDA only; all of its contents are choices of how torch was linked
+        missing = Path(folder) / "c10/cuda/impl/cuda_cmake_macros.h"
+        missing.parent.mkdir(parents=True)
+        missing.write_text("#define C10_CUDA_BUILD_SHARED_LIBS\n")
+        command = [nvcc, "-std=c++20", "-Xcompiler", "-fsyntax-only", "-c", str(source), "-o", f"{folder}/none.o"]
+        for path in [*headers, folder]:
+            command += ["-isystem", path]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"expected {source.name} to compile, found\n{done.stderr}")
 
 
 def read_usages(text: str) -> list[Usage]:
@@ -101,13 +121,19 @@ def main(arguments: list[str]) -> int:
         return 2
     sources = [Path(path) for path in arguments] or sorted((ROOT / "csrc/kernels").glob("*.cu"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
+        binding = [] if arguments else sorted((ROOT / "csrc/cuda").glob("*.cpp"))
+        checks = [pool.submit(check_binding, nvcc, source) for source in binding]
         usages = [usage for batch in pool.map(lambda source: compile_kernels(nvcc, source), sources) for usage in batch]
+        for check in checks:
+            check.result()
     print(f"{'kernel':<42} {'':<8} registers  static shared  spills")
     for usage in sorted(usages, key=lambda usage: usage.kernel):
         print(
             f"{usage.kernel:<42} {usage.architecture:<8} {usage.registers:>9} {usage.static_shared_bytes:>12} B"
             f" {usage.spill_bytes:>5} B"
         )
+    if binding:
+        print(f"csrc/cuda: {len(binding)} files compile")
     spilling = [f"{usage.kernel} on {usage.architecture}" for usage in usages if usage.spill_bytes]
     if spilling:
         print(f"error: expected no spills, found them in {', '.join(spilling)}", file=sys.stderr)

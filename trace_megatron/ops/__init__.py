@@ -1,6 +1,6 @@
-"""Ops on packed forests: native on a CPU where they were built, else the references in ``reference``."""
+"""Ops on packed forests: native where they were built for the device, else the references in ``reference``."""
 
-from trace_megatron.ops.allocate import allocate_prefixes, allocate_roots, allocate_table
+from trace_megatron.ops.allocate import allocate_prefixes, allocate_roots, allocate_table, check_counts
 from trace_megatron.ops.attention import tree_attention
 from trace_megatron.ops.block_mask import tree_block_mask
 from trace_megatron.ops.pack import PackedTree, TreeCut, cut_tree, pack_tree
@@ -18,6 +18,7 @@ __all__ = [
     "allocate_prefixes",
     "allocate_roots",
     "allocate_table",
+    "check_counts",
     "check_subtree_end",
     "cut_tree",
     "pack_tree",

@@ -12,11 +12,14 @@ from trace_megatron.ops.reference import block_mask as reference
 def tree_block_mask(subtree_end: torch.Tensor, block_size: int = 128) -> BlockMask:
     """What ``create_block_mask`` gives for a forest, straight from ``subtree_end`` [T] int32: no T x T work.
 
-    Batch and heads are 1. The lists are made on the CPU and follow to the device of ``subtree_end``. Raises ValueError
-    on a broken forest.
+    Batch and heads are 1. Raises ValueError on a broken forest where it can be read without waiting for a GPU: on a
+    CPU, or where the op was not built for the GPU and the lists are made on the CPU.
     """
-    build = torch.ops.trace_megatron.tree_block_mask if native.AVAILABLE else reference.tree_block_mask
-    lists = [x.to(subtree_end.device) for x in build(subtree_end.cpu(), block_size)]
+    if native.has("tree_block_mask", subtree_end.device):
+        lists = torch.ops.trace_megatron.tree_block_mask(subtree_end, block_size)
+    else:
+        build = torch.ops.trace_megatron.tree_block_mask if native.AVAILABLE else reference.tree_block_mask
+        lists = [x.to(subtree_end.device) for x in build(subtree_end.cpu(), block_size)]
 
     def mask_mod(b, h, q_idx, kv_idx):
         return (kv_idx <= q_idx) & (q_idx < subtree_end[kv_idx])

@@ -43,3 +43,11 @@ def _warn(found: str) -> None:
 
 
 AVAILABLE = _load()
+
+
+def has(op: str, device: torch.device) -> bool:
+    """Whether the compiled op runs on this kind of device. On others its reference does."""
+    if not AVAILABLE:
+        return False
+    key = {"cpu": "CPU", "meta": "Meta", "cuda": "CUDA"}.get(device.type)
+    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"trace_megatron::{op}", key)

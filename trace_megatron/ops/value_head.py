@@ -19,9 +19,10 @@ def value_head(
     """RMSNorm, one linear unit and a sigmoid at rows ``index`` of ``hidden``, computed in float32: [A] float32.
 
     hidden [T, C] float32 or bfloat16, before the final norm; index [A] int64, repeats allowed; norm_weight [C], weight
-    [C], bias [1] or None. Differentiable in all but ``index``. Raises ValueError on wrong shapes or rows.
+    [C], bias [1] or None. Differentiable in all but ``index``. Raises ValueError on wrong shapes or rows; a GPU is not
+    waited for, there a row that is none gives NaN.
     """
-    if native.AVAILABLE and hidden.device.type == "cpu" and hidden.dtype in (torch.float32, torch.bfloat16):
+    if native.has("value_head_forward", hidden.device) and hidden.dtype in (torch.float32, torch.bfloat16):
         return torch.ops.trace_megatron.value_head_forward(hidden, index, norm_weight, weight, bias, eps)
     return reference.value_head(hidden, index, norm_weight, weight, bias, eps)
 
