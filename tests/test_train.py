@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,9 @@ from tiny_runs import approximately, command, read_metrics, without_clock, write
 from transformers import AutoModelForCausalLM
 
 from trace_megatron.cli import main
+from trace_megatron.config import EvalConfig, load_config
+from trace_megatron.errors import UserError
+from trace_megatron.eval.checkpoints import find_checkpoint, to_hf_folder
 from trace_megatron.tree_files import read_trees
 
 
@@ -69,6 +72,36 @@ def test_the_exported_policy_loads_and_was_trained(runs, policy):
     before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (policy, runs[0] / "hf"))
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_any_of_a_runs_weights_can_be_evaluated(runs, tmp_path):
+    """The last checkpoint holds what hf/ holds, at two pipeline stages; an earlier one does not."""
+    run = shutil.copytree(runs[0], tmp_path / "run")
+    config = load_config(run / "config.yaml")
+
+    def find(path: Path, **settings):
+        return find_checkpoint(replace(config, eval=EvalConfig(checkpoint=str(path), **settings)))
+
+    def weights(path: Path, **settings):
+        return AutoModelForCausalLM.from_pretrained(to_hf_folder(find(path, **settings))).state_dict()
+
+    assert [find(path).home for path in (run, run / "hf", run / "checkpoints" / "step_000002")] == [
+        run / "eval" / "hf",
+        run / "eval" / "hf",
+        run / "eval" / "step_000002",
+    ]
+    exported = weights(run)
+    last, first = (weights(run / "checkpoints" / name) for name in ("step_000004", "step_000002/policy"))
+    assert all(torch.equal(exported[name], last[name]) for name in exported)
+    assert any(not torch.equal(exported[name], first[name]) for name in exported)
+    os.utime(run / "checkpoints" / "step_000004", (time.time() + 9, time.time() + 9))  # of a resumed run
+    assert find(run).folder == run / "checkpoints" / "step_000004" / "policy"
+    shutil.rmtree(run / "hf")
+    assert find(run, output=str(tmp_path / "o")).home == tmp_path / "o"
+    shutil.rmtree(run / "checkpoints" / "step_000004")
+    shutil.rmtree(run / "checkpoints" / "step_000002")
+    with pytest.raises(UserError, match=r"hf/ or a checkpoint in the run"):
+        find(run)
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
+from answering_policy import teach_answers
 from tiny_models import write_tiny_model
-from transformers import AutoModelForCausalLM
 
 from trace_megatron.config import EnvConfig, load_config
 from trace_megatron.envs import build_environment
-from trace_megatron.rollout.chat import ChatRenderer
 
 TASKS = {"letter_counting": {"min_words": 1, "max_words": 3}}  # answers are mostly 0, 1 or 2
 
@@ -22,29 +20,9 @@ TASKS = {"letter_counting": {"min_words": 1, "max_words": 3}}  # answers are mos
 def write_answering_model(folder: Path) -> Path:
     """A tiny policy that answers in the asked form, with a digit at random: some answers are right, some are not."""
     write_tiny_model(folder, family="qwen3", tied=False, head_dim=32)
-    renderer = ChatRenderer.from_folder(folder)
     environment = build_environment(EnvConfig(params={"tasks": TASKS}))
-    stop = renderer.stop_token_ids[0]
-    rows, labels = [], []
-    for number, task in enumerate(environment.tasks("train")[index] for index in range(48)):
-        prompt = renderer.prompt_ids(task.messages)
-        action = [*renderer._tokenizer.encode(f"Answer: {number % 3}", add_special_tokens=False), stop]
-        rows.append([*prompt, *action])
-        labels.append([-100] * len(prompt) + action)
-    longest = max(map(len, rows))
-    tokens = torch.tensor([row + [stop] * (longest - len(row)) for row in rows])
-    targets = torch.tensor([row + [-100] * (longest - len(row)) for row in labels])
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(0)
-    for _ in range(20):
-        chosen = torch.randperm(len(rows))[:8]
-        loss = model(tokens[chosen], labels=targets[chosen]).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert loss < 0.6  # the form is learnt; the digit stays open
-    model.save_pretrained(folder)
+    tasks = [environment.tasks("train")[index] for index in range(48)]
+    teach_answers(folder, tasks, [f"Answer: {number % 3}" for number in range(48)])
     return folder
 
 

@@ -15,6 +15,8 @@ from trace_megatron.policy.layout import check_parallel
 def check_config(config: Config) -> None:
     """Raise UserError for settings that cannot work together or whose files are not there."""
     check_engine(config)
+    if not len(build_environment(config.env).tasks("train")):
+        raise UserError("expected tasks to train on, found an empty data set: check env.params")
     check_parallel(read_hf_config(config.policy.model), config.policy)
     rollout, loss = config.rollout, config.loss
     if rollout.top_p < 1 and loss.old_logprobs == "bypass":
@@ -76,6 +78,3 @@ def check_engine(config: Config) -> None:
             f"expected engine.tensor_parallel to divide the model's {model.num_heads} attention heads,"
             f" found {config.engine.tensor_parallel}"
         )
-    environment = build_environment(config.env)
-    if not len(environment.tasks("train")):
-        raise UserError("expected tasks to train on, found an empty data set: check env.params")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -107,10 +108,12 @@ def launch(
 
 @app.command("eval")
 def evaluate(config: ConfigPath, overrides: Overrides = None) -> None:
-    """Accuracy of policy.model on held-out prompts, with its standard error."""
+    """avg@k of a checkpoint (eval.checkpoint) on benchmarks (eval.benchmarks); goes on where it was interrupted."""
     from trace_megatron.eval import evaluate_policy
+    from trace_megatron.eval.table import describe_summaries
 
-    evaluate_policy(load_config(config, overrides or []))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the engine is closed
+    typer.echo(describe_summaries(evaluate_policy(load_config(config, overrides or []))))
 
 
 @app.command()

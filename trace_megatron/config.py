@@ -202,6 +202,30 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class EvalConfig:
+    """What ``trace-megatron eval`` measures; 0 takes the value of ``validation`` for the benchmark of that name."""
+
+    checkpoint: str = ""
+    """HF folder, run folder, or checkpoint of a run or of Megatron's; empty: ``policy.model``."""
+    benchmarks: tuple[str, ...] = ("validation",)
+    """``validation`` (the environment's own split), ``bfcl``, prepared data sets by name, problem files by path."""
+    data: str = "data"
+    """Folder of the prepared data sets."""
+    samples: int = 0
+    """k of avg@k; 0: the paper's."""
+    prompts: int = 0
+    """0: all."""
+    temperature: float = 0.0
+    """0: ``rollout.temperature``."""
+    top_p: float = 0.0
+    """0: ``rollout.top_p``."""
+    scaffold: Literal["chat", "react"] = "chat"
+    """``react``: plain text with examples, for base models."""
+    output: str = ""
+    """Folder of the records; empty: ``eval`` in the run's folder, or in ``run.output_dir``."""
+
+
+@dataclass(frozen=True, slots=True)
 class SimulateConfig:
     """The outcomes that ``trace-megatron simulate`` draws; see simulate/model.py."""
 
@@ -249,6 +273,7 @@ class Config:
     env: EnvConfig = EnvConfig()
     predictor: PredictorConfig = PredictorConfig()
     validation: ValidationConfig = ValidationConfig()
+    eval: EvalConfig = EvalConfig()
     simulate: SimulateConfig = SimulateConfig()
     plan: PlanConfig = PlanConfig()
 

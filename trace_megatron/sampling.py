@@ -56,15 +56,24 @@ def open_sampling(config: Config, loop: asyncio.Runner) -> Iterator[Sampling]:
     """Start the engine on ``loop``, and close it whatever happens."""
     environment = build_environment(config.env)
     renderer = ChatRenderer.from_folder(config.policy.model)
+    try:
+        with open_engine(config, loop) as engine:
+            yield Sampling(config, engine, environment, renderer)
+    finally:
+        loop.run(environment.close())
+
+
+@contextmanager
+def open_engine(config: Config, loop: asyncio.Runner) -> Iterator[VLLMEngine]:
+    """The engine of ``open_sampling`` alone."""
     engine = VLLMEngine(config.policy.model, config.engine, max_model_len=max_model_len(config), seed=config.run.seed)
     try:
         start_s = time.perf_counter()
         loop.run(engine.start())
         say(f"engine up in {time.perf_counter() - start_s:.0f} s")
-        yield Sampling(config, engine, environment, renderer)
+        yield engine
     finally:
         loop.run(engine.close())
-        loop.run(environment.close())
 
 
 def max_model_len(config: Config) -> int:

@@ -1,6 +1,7 @@
 """Two steps, a checkpoint and two more steps, against the last two in fresh processes: same layout and others."""
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,14 +11,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.policy.checkpoint_ranks import EXPERTS, MODEL, RESHARDED, SAVED
+from tests.policy.checkpoint_ranks import EXPERTS, MODEL, RESHARDED, SAVED, START
 from tests.policy.step_examples import engine_logprobs, example_trees
 from tests.tiny_models import write_tiny_model
 from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
 from trace_megatron.launch.local import run_ranks
 from trace_megatron.policy import checkpoint
+from trace_megatron.policy.convert import megatron_to_hf
 from trace_megatron.policy.hf_config import read_hf_config
+
+SAVED_DTYPES = {False: torch.float32, True: torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,37 @@ def test_errors_change_nothing(folder):
     AutoModelForCausalLM.from_pretrained(folder / "exported")
 
 
+@pytest.mark.parametrize("name", ["pp2", "dp2-bf16", "tp2-sp-bf16-replicated", "experts-ep2-dp2"])
+def test_a_checkpoint_becomes_an_hf_folder_without_ranks(folder, tmp_path, name):
+    """Two steps on from the start: not the model that the run began with, and the very numbers it held."""
+    model = folder / (EXPERTS if "experts" in name else MODEL)
+    megatron_to_hf(folder / f"{name}-checkpoint", tmp_path / "hf", model)
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert loaded.dtype == SAVED_DTYPES[name.endswith(("bf16", "replicated"))]
+    megatron_to_hf(folder / f"{name}-{START}", tmp_path / "start", model)
+    before = load_file(model / "model.safetensors")
+    for key, value in load_file(tmp_path / "start" / "model.safetensors").items():
+        assert torch.equal(value, before[key].to(value.dtype)), key
+        assert not torch.equal(value, found[key]), key
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: (folder / "rank_00001.safetensors").unlink(), "rank_00001.safetensors' of .* missing or cut"),
+        (lambda folder: (folder / "rank_00000.safetensors").write_bytes(b"short"), "missing or cut"),
+        (lambda folder: os.truncate(folder / "rank_00001.safetensors", 20_000), "missing or cut"),
+    ],
+)
+def test_a_broken_checkpoint_is_not_converted(folder, tmp_path, change, words):
+    copy = shutil.copytree(folder / "tp2-sp-bf16-replicated-checkpoint", tmp_path / "copy")
+    change(copy)
+    with pytest.raises(UserError, match=words):
+        megatron_to_hf(copy, tmp_path / "hf", folder / MODEL)
+    assert not (tmp_path / "hf").exists()
+
+
 def test_files_are_complete_and_named(folder):
     names = {path.name for path in (folder / "pp2-checkpoint").iterdir()}
     assert names == {"policy.json", "rank_00000.safetensors", "rank_00001.safetensors"}
@@ -86,7 +121,7 @@ def test_files_are_complete_and_named(folder):
         (lambda folder: (folder / "policy.json").write_text("{"), "expected JSON"),
         (lambda folder: (folder / "policy.json").write_text("[]"), "expected a checkpoint with format 1"),
         (lambda folder: (folder / "rank_00001.safetensors").unlink(), "rank_00001.safetensors"),
-        (lambda folder: (folder / "rank_00000.safetensors").write_bytes(b"short"), "rank_00000.safetensors"),
+        (lambda folder: (folder / "rank_00000.safetensors").write_bytes(b"short"), "missing or cut"),
         (lambda folder: edit(folder, "model", "hidden_size", 64), "model.hidden_size 32, found 64"),
         (lambda folder: edit(folder, "model", "num_layers", 3), "model.num_layers 4, found 3"),
     ],

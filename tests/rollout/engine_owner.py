@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests.tiny_models import build_tokenizer
 from trace_megatron.config import EngineConfig, SyncConfig
 from trace_megatron.rollout.engine import EngineError, SamplingSettings
+from trace_megatron.rollout.react import ReActEngine, ReActRenderer
 from trace_megatron.rollout.vllm_engine import VLLMEngine
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync.push import WeightSync
@@ -54,6 +56,10 @@ async def answers(engine, other_model):
         await engine.generate(long_prompt * 2, PLAIN, 0)
     except EngineError as error:
         found["too long"] = str(error)
+
+    sharp, react = SamplingSettings(0.01, 1.0, 81, ()), ReActRenderer(build_tokenizer())
+    found["greedy"] = asdict(await engine.generate(PROMPTS[0], sharp, 0))
+    found["in pieces"] = asdict(await ReActEngine(engine, react).generate(PROMPTS[0], sharp, 0))
 
     tensors = load_file(other_model / "model.safetensors")
     infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]

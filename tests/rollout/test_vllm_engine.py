@@ -120,6 +120,13 @@ def test_lengths_beyond_the_engine(answers):
     assert str(MAX_MODEL_LEN) in answers["too long"]
 
 
+def test_a_completion_sampled_in_pieces_is_the_same_text(answers):
+    """All but greedily, as pieces have seeds of their own: the plain-text scaffold of base models samples so."""
+    whole, pieces = answers["greedy"]["token_ids"], answers["in pieces"]["token_ids"]
+    assert len(pieces) == 80 and pieces == whole[:80]
+    assert len(answers["in pieces"]["logprobs"]) == 80 and not answers["in pieces"]["stopped"]
+
+
 def test_no_process_or_file_outlives_the_owner(owner):
     """Last: it kills the owner."""
     process, _, (core, folder) = owner

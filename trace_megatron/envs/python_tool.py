@@ -39,10 +39,20 @@ TOOL: Mapping[str, Any] = {
         },
     },
 }
-_EXAMPLES = (  # problem, code, what it prints
-    ("What is the sum of the first 20 odd numbers?", "print(sum(range(1, 40, 2)))", "400"),
-    ("What is 14 * 23?", "print(14 * 23)", "322"),
-    ("A book costs 12 dollars. What do 7 books and a pen of 3 dollars cost?", "print(12 * 7 + 3)", "87"),
+_EXAMPLES = (  # problem, thought (of plain-text scaffolds), code, what it prints
+    (
+        "What is the sum of the first 20 odd numbers?",
+        "The first 20 odd numbers are 1, 3, ..., 39. I let Python add them.",
+        "print(sum(range(1, 40, 2)))",
+        "400",
+    ),
+    ("What is 14 * 23?", "One multiplication; Python does it without a slip.", "print(14 * 23)", "322"),
+    (
+        "A book costs 12 dollars. What do 7 books and a pen of 3 dollars cost?",
+        "7 books cost 12 * 7 dollars, and the pen adds 3.",
+        "print(12 * 7 + 3)",
+        "87",
+    ),
 )
 _CHOOSE = "The final answer is the letter of the right choice."
 _KINDS = ("math", "choice")
@@ -190,13 +200,13 @@ class PythonTool:
 
 def _examples(tool_call: bool, number: int) -> Iterator[Mapping[str, str]]:
     """Solved problems, in the form that the policy is offered."""
-    for problem, code, answer in _EXAMPLES[:number]:
+    for problem, thought, code, answer in _EXAMPLES[:number]:
         action, observation = f"```python\n{code}\n```", _output_message(answer)
         if tool_call:
             arguments = json.dumps({"name": PYTHON_TOOL, "arguments": {"code": code}})
             action, observation = f"<tool_call>\n{arguments}\n</tool_call>", _tool_message(answer)
         yield {"role": "user", "content": problem}
-        yield {"role": "assistant", "content": action}
+        yield {"role": "assistant", "content": action, "thought": thought}
         yield observation
         yield {"role": "assistant", "content": f"The answer is \\boxed{{{answer}}}."}
 

@@ -45,32 +45,54 @@ SEARCH_TOOL: Mapping[str, Any] = {
 }
 
 
-def _search_turn(query: str, passage: str) -> tuple[Mapping[str, Any], ...]:
+def _search_turn(thought: str, query: str, passage: str) -> tuple[Mapping[str, Any], ...]:
     call = json.dumps({"name": "search", "arguments": {"query": query}})
     return (
-        {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>"},
+        {"role": "assistant", "content": f"<tool_call>\n{call}\n</tool_call>", "thought": thought},
         {"role": "tool", "name": "search", "content": passage},
     )
 
 
-# Solved questions in the form that is asked for; passages as `_passage_text` writes them.
+# Solved questions in the form that is asked for; passages as `_passage_text` writes them, thoughts for plain text.
 _EXAMPLES: tuple[tuple[Mapping[str, Any], ...], ...] = (
     (
         {"role": "user", "content": "Into which sea flows the river on which Vienna lies?"},
-        *_search_turn("Vienna river", "[1] Vienna\nVienna, the capital of Austria, lies on the Danube."),
-        *_search_turn("Danube mouth", "[1] Danube\nThe Danube rises in Germany and ends in the Black Sea."),
+        *_search_turn(
+            "I need the river on which Vienna lies.",
+            "Vienna river",
+            "[1] Vienna\nVienna, the capital of Austria, lies on the Danube.",
+        ),
+        *_search_turn(
+            "It is the Danube. Now the sea that it reaches.",
+            "Danube mouth",
+            "[1] Danube\nThe Danube rises in Germany and ends in the Black Sea.",
+        ),
         {"role": "assistant", "content": "<answer>Black Sea</answer>"},
     ),
     (
         {"role": "user", "content": "Do the Nile and the Amazon flow on the same continent?"},
-        *_search_turn("Nile continent", "[1] Nile\nThe Nile flows northwards through north-eastern Africa."),
-        *_search_turn("Amazon continent", "[1] Amazon River\nThe Amazon is the largest river of South America."),
+        *_search_turn(
+            "I need the continent of each river, the Nile's first.",
+            "Nile continent",
+            "[1] Nile\nThe Nile flows northwards through north-eastern Africa.",
+        ),
+        *_search_turn(
+            "The Nile is in Africa. Now the Amazon.",
+            "Amazon continent",
+            "[1] Amazon River\nThe Amazon is the largest river of South America.",
+        ),
         {"role": "assistant", "content": "<answer>no</answer>"},
     ),
     (
         {"role": "user", "content": "What is the currency of the country whose capital is Tokyo?"},
-        *_search_turn("Tokyo capital", "[1] Tokyo\nTokyo is the capital of Japan."),
-        *_search_turn("Japan currency", "[1] Economy of Japan\nThe currency of Japan is the yen."),
+        *_search_turn(
+            "I need the country whose capital is Tokyo.", "Tokyo capital", "[1] Tokyo\nTokyo is the capital of Japan."
+        ),
+        *_search_turn(
+            "It is Japan. Now its currency.",
+            "Japan currency",
+            "[1] Economy of Japan\nThe currency of Japan is the yen.",
+        ),
         {"role": "assistant", "content": "<answer>yen</answer>"},
     ),
 )

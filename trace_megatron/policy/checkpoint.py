@@ -22,11 +22,11 @@ from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
 from trace_megatron.policy.hf_config import HFModelConfig
 from trace_megatron.policy.optimizer import gather_state, restore_state, restore_step, state_names
+from trace_megatron.policy.run_checkpoint import DESCRIPTION, check_files
 from trace_megatron.policy.sharded_files import read_shards, write_shards
 from trace_megatron.policy.trainer import Trainer
 
 _FORMAT = 1
-_DESCRIPTION = "policy.json"
 
 
 def save(folder: str | Path, trainer: Trainer, description: dict[str, Any]) -> None:
@@ -47,7 +47,7 @@ def save(folder: str | Path, trainer: Trainer, description: dict[str, Any]) -> N
     if dist.get_rank() == 0:
         files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
         text = json.dumps({**description, "step": trainer.step, "files": files}, indent=1)
-        (partial / _DESCRIPTION).write_text(text)
+        (partial / DESCRIPTION).write_text(text)
         os.rename(partial, folder)
     dist.barrier()
 
@@ -66,7 +66,7 @@ def load(folder: str | Path, trainer: Trainer) -> None:
         place.data.copy_(loaded[name])
         kinds = state_names(place.data)
         restore_state(trainer.optimizer, place.data, {kind: loaded[f"{name}/{kind}"] for kind in kinds})
-    trainer.step = json.loads((Path(folder) / _DESCRIPTION).read_text())["step"]
+    trainer.step = json.loads((Path(folder) / DESCRIPTION).read_text())["step"]
     restore_step(trainer.optimizer, trainer.step)
 
 
@@ -79,10 +79,10 @@ def describe(hf: HFModelConfig, policy: PolicyConfig) -> dict[str, Any]:
 def check(folder: str | Path, expected: dict[str, Any]) -> None:
     """Raise UserError unless ``folder`` is a whole checkpoint of the policy that ``expected`` describes."""
     folder = Path(folder)
-    path = folder / _DESCRIPTION
+    path = folder / DESCRIPTION
     if not path.is_file():
         raise UserError(
-            f"expected a policy checkpoint in '{folder}', found no {_DESCRIPTION}: choose another checkpoint"
+            f"expected a policy checkpoint in '{folder}', found no {DESCRIPTION}: choose another checkpoint"
         )
     try:
         found = json.loads(path.read_text())
@@ -96,10 +96,7 @@ def check(folder: str | Path, expected: dict[str, Any]) -> None:
                 f"expected a checkpoint with {name} {value}, found {other} in '{folder}': "
                 "choose a checkpoint of this model and these options"
             )
-    for name, size in found["files"].items():
-        file = folder / name
-        if not file.is_file() or file.stat().st_size != size:
-            raise UserError(f"expected '{file}' of {size} bytes, found it missing or cut: choose another checkpoint")
+    check_files(folder, found["files"])
 
 
 def _places(trainer: Trainer) -> dict[str, Any]:

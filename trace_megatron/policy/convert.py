@@ -29,6 +29,7 @@ from trace_megatron.policy.hf_config import HFModelConfig, read_hf_config
 from trace_megatron.policy.hf_files import HFFolder, HFWriter, copy_companions
 from trace_megatron.policy.layout import check_tensor_parallel
 from trace_megatron.policy.names import ParallelSizes, Weight, checkpoint_keys, exported_weights, model_weights
+from trace_megatron.policy.run_checkpoint import RunCheckpoint, is_run_checkpoint
 from trace_megatron.types import TensorInfo
 
 _COMMIT_BYTES = 2**29
@@ -65,7 +66,8 @@ def hf_to_megatron(source: str | Path, target: str | Path, ranks: ParallelSizes)
 
 
 def megatron_to_hf(source: str | Path, target: str | Path, like: str | Path | None = None) -> None:
-    """Write the model of a distributed checkpoint as an HF folder that transformers and vLLM load.
+    """Write the model of a distributed checkpoint, or of a run's own (``checkpoints/step_.../policy``), as an HF folder
+    that transformers and vLLM load.
 
     ``like`` is an HF folder with the model's config.json and tokenizer, where the checkpoint carries none. Raises
     UserError as ``hf_to_megatron``.
@@ -76,7 +78,7 @@ def megatron_to_hf(source: str | Path, target: str | Path, like: str | Path | No
         raise UserError(f"expected config.json in '{like}', found none: name the model's HF folder with --like")
     hf = read_hf_config(like)
     weights = exported_weights(hf)
-    folder = MegatronFolder(source, weights, hf)
+    folder = (RunCheckpoint if is_run_checkpoint(source) else MegatronFolder)(source, weights, hf)
     infos = [TensorInfo(name, shape, folder.dtype(weight)) for weight in weights for name, shape in weight.hf.items()]
     sizes = [sum(folder.dtype(w).itemsize * math.prod(shape) for shape in w.hf.values()) for w in weights]
     with _work_folder(target, {"to": "hf", "source": folder.stamp()}, sum(sizes)) as work:

@@ -40,10 +40,13 @@ _EXTRA_STATE = "_extra_state"
 class MegatronFolder:
     """The tensors of a distributed checkpoint, known to be there, of the right shape and whole before one is read."""
 
+    index_name = INDEX
+    """The file that makes a checkpoint of the folder."""
+
     def __init__(self, folder: str | Path, weights: Sequence[Weight], hf: HFModelConfig):
         """Raises UserError that names the file or tensor that is missing, left over, cut, or of another shape."""
         self._folder, self._hf = Path(folder), hf
-        self._parts, self._sizes = read_index(self._folder)
+        self._parts, self._sizes = self._read_index()
         self._check(weights)
 
     def read(self, weight: Weight) -> list[torch.Tensor]:
@@ -59,7 +62,11 @@ class MegatronFolder:
     def stamp(self) -> list[tuple[str, int, int]]:
         """Names, sizes and times of the files: different if one was replaced."""
         files = {part.file for parts in self._parts.values() for part in parts}
-        return file_stamp({self._folder / file for file in files} | {self._folder / INDEX})
+        return file_stamp({self._folder / file for file in files} | {self._folder / self.index_name})
+
+    def _read_index(self) -> tuple[dict[str, list[Part]], dict[str, tuple[int, ...]]]:
+        """Parts and global shape by key."""
+        return read_index(self._folder)
 
     def _keys(self, weight: Weight) -> list[tuple[str, tuple[int, ...]]]:
         """Key and leading indices of what the weight is stored as: one tensor, or gate and up on their own."""

@@ -58,7 +58,8 @@ class ChatRenderer:
         if not tokenizer.chat_template:
             raise UserError(
                 f"expected a chat template in the tokenizer '{tokenizer.name_or_path}', found none: "
-                "use an instruction-tuned model, or add chat_template.jinja to its folder"
+                "use an instruction-tuned model, add chat_template.jinja to its folder, or evaluate it as a base model "
+                "with eval.scaffold=react"
             )
         end_of_turn = self._end_of_turn_id()
         eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
@@ -73,12 +74,7 @@ class ChatRenderer:
             raise UserError(
                 f"expected an HF model folder, found nothing at '{folder}': give the path of a downloaded model"
             )
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        eos: int | list[int] | None = None
-        if (Path(folder) / "generation_config.json").is_file():
-            eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        return cls(tokenizer, eos_token_ids, template_options)
+        return cls(AutoTokenizer.from_pretrained(folder), eos_token_ids(folder), template_options)
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """Ids of the opening messages and of the assistant's generation prompt."""
@@ -110,7 +106,11 @@ class ChatRenderer:
         """The action as text, without the stop token; other special tokens stay, tool calls may need them."""
         stopped = bool(action_ids) and action_ids[-1] in self.stop_token_ids
         ids = list(action_ids[:-1] if stopped else action_ids)
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.text(ids)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """What the ids say, special tokens included."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _text_after_action(
         self, messages: Sequence[Message], opening: Sequence[Message], tools: Sequence[Tool] = ()
@@ -167,6 +167,14 @@ class ChatRenderer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+
+def eos_token_ids(folder: str | Path) -> list[int]:
+    """End-of-sequence ids of an HF folder's generation config, beside the tokenizer's own."""
+    if not (Path(folder) / "generation_config.json").is_file():
+        return []
+    eos = GenerationConfig.from_pretrained(folder).eos_token_id
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 
 def decoder(folder: str | Path) -> Callable[[Sequence[int]], str]:
