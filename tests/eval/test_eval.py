@@ -9,20 +9,23 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import yaml
 from answering_policy import teach_answers
-from tiny_models import write_tiny_model
+from tiny_models import build_tokenizer, write_tiny_model
 
 from trace_megatron.cli import main
 from trace_megatron.config import load_config
 from trace_megatron.envs.python_tool import PythonTool
 from trace_megatron.errors import UserError
+from trace_megatron.eval import evaluate_policy
 from trace_megatron.eval.benchmarks import plan_benchmarks
 from trace_megatron.eval.records import Record, RecordFile
 from trace_megatron.eval.table import describe_summaries, summarize
+from trace_megatron.rollout.engine import Completion
 from trace_megatron.types import RolloutStatus
 
 NUM_PROBLEMS, SAMPLES = 40, 3
@@ -208,6 +211,38 @@ def test_a_mistake_is_one_sentence(folder, tmp_path, monkeypatch, capsys, overri
         overrides = [override.replace(name, str(path)) for override in overrides]
     sentence = refused(folder, monkeypatch, capsys, *overrides, f"run.output_dir={tmp_path}/runs")
     assert words in sentence and not (tmp_path / "runs").exists()
+
+
+def test_a_model_without_a_chat_template_is_pointed_to_plain_text(folder, tmp_path, monkeypatch, capsys):
+    base = shutil.copytree(folder / "model", tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    overrides = [f"eval.checkpoint={base}", f"run.output_dir={tmp_path}/runs"]
+    assert "eval.scaffold=react" in refused(folder, monkeypatch, capsys, *overrides)
+
+
+def test_a_base_model_is_asked_in_plain_text(folder, tmp_path, monkeypatch):
+    """The engine is a script here; test_vllm_engine.py has a real one below the same scaffold."""
+    base = shutil.copytree(folder / "model", tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    histories = []
+
+    class Engine:
+        async def generate(self, token_ids, settings, seed):
+            histories.append(build_tokenizer().decode(token_ids))
+            begun = len(histories[-1].rpartition("Thought:")[2])  # a token is a byte here
+            written = " B, I think.\nFinal Answer: \\boxed{B}\n\nQuestion: Item"[begun:]
+            ids = tuple(build_tokenizer().encode(written))[: settings.max_new_tokens]
+            return Completion(ids, (-1.0,) * len(ids), False, 0)
+
+    monkeypatch.setattr("trace_megatron.eval.open_engine", lambda config, loop: nullcontext(Engine()))
+    overrides = [f"eval.checkpoint={base}", "eval.scaffold=react", f"run.output_dir={tmp_path}/runs"]
+    overrides += ["eval.prompts=20", "rollout.max_prompt_tokens=1500", "rollout.max_new_tokens=64"]
+    (summary,) = evaluate_policy(load_config(folder / "config.yaml", overrides))
+    records = read(tmp_path / "runs" / "eval" / "base-react" / "arc_c" / "records.jsonl")
+    assert len(records) == 20 * SAMPLES and {r["text"] for r in records} == {" B, I think.\nFinal Answer: \\boxed{B}"}
+    assert all(r["reward"] == (r["answer"] == "B" and int(r["prompt_id"][1:]) % 2) for r in records)
+    assert 0 < summary.mean_reward < 1 and summary.turns_mean == 1 and summary.truncated_share == 0
+    assert all("Final Answer: The answer is \\boxed{87}." in history for history in histories)  # the examples
 
 
 def test_the_papers_k_and_the_environments_of_the_kinds(folder, tmp_path):
