@@ -74,7 +74,7 @@ def killed(folder) -> Path:
     records = folder / "runs" / "eval" / "model" / "arc_c" / "records.jsonl"
     with (folder / "killed.log").open("w") as log:
         process = subprocess.Popen(command(folder), start_new_session=True, stderr=log)
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 480
         while time.monotonic() < deadline and process.poll() is None:
             if records.is_file() and records.read_bytes().count(b"\n") > 5:
                 break
