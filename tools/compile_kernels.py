@@ -22,6 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 ARCHITECTURES = ("80", "90a", "100")
+# As torch.utils.cpp_extension compiles them for the extension.
+FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-D__CUDA_NO_HALF_OPERATORS__")
+FLAGS += ("-D__CUDA_NO_HALF_CONVERSIONS__", "-D__CUDA_NO_HALF2_OPERATORS__", "-D__CUDA_NO_BFLOAT16_CONVERSIONS__")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 ENTRY = re.compile(r"Compiling entry function '(\S+)' for '(\S+)'")
 USED = re.compile(r"Used (\d+) registers")
@@ -56,7 +59,7 @@ def find_nvcc() -> str | None:
 def compile_kernels(nvcc: str, source: Path) -> list[Usage]:
     """Compile one source, its launch functions too, for all architectures. Raises RuntimeError with nvcc's words."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [nvcc, "-std=c++17", "-O3", "-Xptxas", "-v", "-c", str(source), "-o", f"{folder}/kernels.o"]
+        command = [nvcc, *FLAGS, "-Xptxas", "-v", "-c", str(source), "-o", f"{folder}/kernels.o"]
         for arch in ARCHITECTURES:
             command += ["-gencode", f"arch=compute_{arch},code=sm_{arch}"]
         done = subprocess.run(command, capture_output=True, text=True)

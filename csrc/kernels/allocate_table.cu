@@ -3,7 +3,7 @@
 //   bytes   8 P K read, 8 P (B + 1) written: 4.3 MB, 0.9 us at 4.8 TB/s
 //   work    P B K = 17.3 M additions and maxima in float64, all on one SM: 64 a cycle, 0.31 ms at 1.75 GHz
 //   shared  5 loads of 8 bytes for 4 entries, 16 lanes a cycle: 0.77 ms, which is the floor
-//   expect  1.1 ms for one problem, the same for 132 at once; the traceback adds P dependent steps of 0.8 us
+//   expect  1.5 ms for one problem, the same for 132 at once: the traceback adds P dependent steps of about 0.8 us
 #include "allocate_table.h"
 
 #include "blocks.cuh"
