@@ -51,6 +51,7 @@ def check_engine(config: Config) -> None:
         "rollout.max_response_tokens": rollout.max_response_tokens,
         "engine.tensor_parallel": config.engine.tensor_parallel,
         "engine.max_num_seqs": config.engine.max_num_seqs,
+        "engine.num_engines": config.engine.num_engines,
         "validation.prompts": validation.prompts,
         "validation.samples": validation.samples,
     }

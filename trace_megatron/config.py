@@ -149,6 +149,12 @@ class EngineConfig:
     """CPU engines: threads per engine rank; 0: all cores."""
     max_model_len: int = 0
     """0: prompt plus response limit."""
+    num_engines: int = 1
+    """Started by the run on its first rank's machine; on GPUs the i-th has the i-th ``tensor_parallel`` devices."""
+    urls: tuple[str, ...] = ()
+    """Servers (``vllm serve``) that sample instead of engines of the run's own; see docs/engines.md."""
+    timeout_s: float = 1800.0
+    """An engine that answers no request for so long is taken for dead, and its requests move to the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +164,8 @@ class SyncConfig:
     verify_tolerance: float = 0.0
     """Largest allowed difference, the mean may be an eighth of it; 0: 1e-3 in float32, 1.0 in bfloat16."""
     bucket_mib: int = 512
+    address: str = ""
+    """This host's, where engines on other hosts fetch the weights over TCP; empty: all engines are on this machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,11 @@ from trace_megatron.envs import build_environment
 from trace_megatron.log import say
 from trace_megatron.rollout.chat import ChatRenderer
 from trace_megatron.rollout.collector import evaluate
+from trace_megatron.rollout.engine import Engine
 from trace_megatron.rollout.env import Environment
+from trace_megatron.rollout.pool import EnginePool
 from trace_megatron.rollout.prompts import PromptSource
+from trace_megatron.rollout.served_engine import ServedEngine
 from trace_megatron.rollout.vllm_engine import VLLMEngine
 from trace_megatron.validate import Accuracy, measure_accuracy
 
@@ -24,7 +27,7 @@ class Sampling:
     """A running engine with what its episodes need."""
 
     config: Config
-    engine: VLLMEngine
+    engine: EnginePool
     environment: Environment
     renderer: ChatRenderer
 
@@ -64,16 +67,37 @@ def open_sampling(config: Config, loop: asyncio.Runner) -> Iterator[Sampling]:
 
 
 @contextmanager
-def open_engine(config: Config, loop: asyncio.Runner) -> Iterator[VLLMEngine]:
-    """The engine of ``open_sampling`` alone."""
-    engine = VLLMEngine(config.policy.model, config.engine, max_model_len=max_model_len(config), seed=config.run.seed)
+def open_engine(config: Config, loop: asyncio.Runner) -> Iterator[EnginePool]:
+    """The engines of ``open_sampling`` alone."""
+    engine = EnginePool(_engines(config), config.engine.timeout_s)
     try:
         start_s = time.perf_counter()
         loop.run(engine.start())
-        say(f"engine up in {time.perf_counter() - start_s:.0f} s")
+        say(f"{_counted(len(engine))} up in {time.perf_counter() - start_s:.0f} s")
         yield engine
     finally:
         loop.run(engine.close())
+
+
+def _engines(config: Config) -> list[Engine]:
+    if config.engine.urls:
+        return [ServedEngine(url, config.engine, max_model_len(config)) for url in config.engine.urls]
+    size = config.engine.tensor_parallel
+    devices = [tuple(range(index * size, (index + 1) * size)) for index in range(config.engine.num_engines)]
+    return [
+        VLLMEngine(
+            config.policy.model,
+            config.engine,
+            max_model_len=max_model_len(config),
+            seed=config.run.seed,
+            devices=devices[index] if len(devices) > 1 else (),
+        )
+        for index in range(len(devices))
+    ]
+
+
+def _counted(num_engines: int) -> str:
+    return "engine" if num_engines == 1 else f"{num_engines} engines"
 
 
 def max_model_len(config: Config) -> int:

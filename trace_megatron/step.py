@@ -17,7 +17,8 @@ from trace_megatron.algorithm.pack import pack_micro_batches
 from trace_megatron.algorithm.selectors import PromptHistory, Selector, root_view
 from trace_megatron.algorithm.summary import summarize_trees
 from trace_megatron.config import Config
-from trace_megatron.log import progress
+from trace_megatron.errors import WeightSyncError
+from trace_megatron.log import progress, say
 from trace_megatron.metrics import StepMetrics, Stopwatch
 from trace_megatron.policy.worker import Policy
 from trace_megatron.predictor import Predictor, PredictorDiagnostics, TimedScores, predictor_diagnostics
@@ -94,6 +95,7 @@ def run_step(parts: Parts, step: int) -> tuple[StepMetrics, list[RolloutTree]]:
             "calibration": _calibration(candidates, root_probs_P, trees),
             "sync": sync_stats,
             "verify": engine_difference or {},
+            "engines": parts.sampling.engine.counts(),
             "time": {"predictor_share": predictor_s / sum(clock.seconds.values())},
         },
         seconds=clock.seconds,
@@ -105,7 +107,7 @@ def push_weights(parts: Parts, version: int) -> tuple[SyncStats, LogprobDifferen
 
     Raises WeightSyncError: the engine never samples from weights that are not the trainer's.
     """
-    stats = parts.loop.run(parts.weight_sync.push(*parts.policy.weights(), version=version))
+    stats = _push_to_all(parts, version)
     if not parts.weight_sync.verify_due:
         return stats, None
     rollout, sampling = parts.config.rollout, parts.sampling
@@ -117,6 +119,21 @@ def push_weights(parts: Parts, version: int) -> tuple[SyncStats, LogprobDifferen
         parts.weight_sync.tolerance,
     )
     return stats, parts.loop.run(difference)
+
+
+def _push_to_all(parts: Parts, version: int) -> SyncStats:
+    """Start dead engines again, and push; once more where the push itself lost one."""
+    engines = parts.sampling.engine
+    parts.loop.run(engines.heal())
+    num_alive = len(engines)
+    try:
+        return parts.loop.run(parts.weight_sync.push(*parts.policy.weights(), version=version))
+    except WeightSyncError as error:
+        if len(engines) == num_alive:
+            raise
+        say(f"{error}; trying again")
+    parts.loop.run(engines.heal())
+    return parts.loop.run(parts.weight_sync.push(*parts.policy.weights(), version=version))
 
 
 def _calibration(

@@ -42,7 +42,9 @@ class ScriptedEngine:
     calls: list[Call] = field(default_factory=list)
     num_running: int = 0
 
-    async def generate(self, token_ids: Sequence[int], settings: SamplingSettings, seed: int) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], settings: SamplingSettings, seed: int, affinity: str = ""
+    ) -> Completion:
         call = Call(tuple(token_ids), settings, seed)
         self.calls.append(call)
         number = len(self.calls) - 1

@@ -126,7 +126,7 @@ def test_an_engine_error_is_a_status():
 @pytest.mark.parametrize(("ids", "logprobs"), [((), ()), ((65, 258), (-0.1,))])
 def test_a_malformed_completion_is_an_engine_error(ids, logprobs):
     class Broken:
-        async def generate(self, token_ids, settings, seed):
+        async def generate(self, token_ids, settings, seed, affinity=""):
             return Completion(ids, logprobs, True, 0)
 
     assert play(Broken()).rollout.status == RolloutStatus.ENGINE_ERROR
@@ -163,7 +163,7 @@ def test_rewards_outside_the_unit_interval_are_errors(reward):
 
 def test_errors_of_the_program_are_not_swallowed():
     class Bug:
-        async def generate(self, token_ids, settings, seed):
+        async def generate(self, token_ids, settings, seed, affinity=""):
             raise AttributeError("a bug")
 
     with pytest.raises(AttributeError, match="a bug"):

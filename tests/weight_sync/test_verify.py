@@ -28,7 +28,7 @@ class FixedEngine:
             for prompt, logprobs, changes in zip(PROMPTS, TRAINER_LOGPROBS, differences, strict=True)
         }
 
-    async def generate(self, token_ids, settings, seed):
+    async def generate(self, token_ids, settings, seed, affinity=""):
         self.requests.append((token_ids, settings, seed))
         return self._answers[token_ids]
 

@@ -19,7 +19,7 @@ _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "ROLE_", "GROUP_")
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def engine_environment(config: EngineConfig, folder: str) -> dict[str, str | None]:
+def engine_environment(config: EngineConfig, folder: str, devices: Sequence[int] = ()) -> dict[str, str | None]:
     """What the engine's processes find in their environment; None: removed."""
     changes: dict[str, str | None] = {
         name: None
@@ -41,9 +41,13 @@ def engine_environment(config: EngineConfig, folder: str) -> dict[str, str | Non
         "OMP_NUM_THREADS": None,  # torchrun's 1 is meant for the trainer
     }
     if torch.cuda.is_available():
+        if devices:  # CUDA's own names of those that this process sees
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            names = visible.split(",") if visible else [str(device) for device in range(torch.cuda.device_count())]
+            changes["CUDA_VISIBLE_DEVICES"] = ",".join(names[device] for device in devices)
         return changes
     cores = sorted(os.sched_getaffinity(0))
-    threads = config.threads or max(1, len(cores) // config.tensor_parallel)
+    threads = config.threads or max(1, len(cores) // (config.tensor_parallel * config.num_engines))
     # Without binding: the trainer's ranks live on the same cores, and vLLM's default would leave one of them idle.
     changes |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     # Threads that wait must sleep: where another process wants a core, spinning cost 5 times the speed.

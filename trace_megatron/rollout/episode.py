@@ -115,7 +115,7 @@ class EpisodeRunner:
             min(config.max_new_tokens, self._room(prompt, here.num_tokens)),
             self._renderer.stop_token_ids,
         )
-        completion = await self._engine.generate(here.token_ids, settings, seed)
+        completion = await self._engine.generate(here.token_ids, settings, seed, affinity=prompt.prompt_id)
         if not completion.token_ids or len(completion.token_ids) != len(completion.logprobs):
             raise EngineError(
                 f"expected tokens with one logprob each, found {len(completion.token_ids)} tokens and "

@@ -70,12 +70,18 @@ class VLLMEngine:
         max_model_len: int,
         seed: int = 0,
         weight_backend: str = SHARED_MEMORY_BACKEND,
+        devices: Sequence[int] = (),
     ):
+        """``devices``: of this process's GPUs, by number, those that are the engine's; none: as many as it needs."""
         self.model_folder = Path(model_folder)
         self.config = config
+        self.dtype = config.dtype
+        self.num_workers = config.tensor_parallel
+        self.num_starts = 0
         self.max_model_len = config.max_model_len or max_model_len
         self.weight_backend = weight_backend
         self._seed = seed
+        self._devices = devices
         self._llm: AsyncLLM | None = None
         self._request_ids = itertools.count()
         self._folder: tempfile.TemporaryDirectory | None = None
@@ -86,6 +92,7 @@ class VLLMEngine:
     async def start(self) -> None:
         """Start the engine's process and wait until it can serve; raises UserError or EngineError."""
         _check_model_folder(self.model_folder, self.max_model_len)
+        self.num_starts += 1
         loop = asyncio.get_running_loop()
         self._dead = loop.create_future()
         self._blocked = loop.create_future()
@@ -105,7 +112,7 @@ class VLLMEngine:
         await self.control("update_weight_version", "0")
 
     def _launch(self, folder: str) -> None:
-        with environment(engine_environment(self.config, folder)), stand_in_main():
+        with environment(engine_environment(self.config, folder, self._devices)), stand_in_main():
             logging.getLogger("vllm").setLevel(logging.ERROR)
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -147,7 +154,17 @@ class VLLMEngine:
             **device_args,
         )
 
-    async def generate(self, token_ids: Sequence[int], settings: SamplingSettings, seed: int) -> Completion:
+    @property
+    def alive(self) -> bool:
+        return self._llm is not None and not self._dead.done()
+
+    @property
+    def serving(self) -> bool:
+        return self.alive and not self._blocked.done()
+
+    async def generate(
+        self, token_ids: Sequence[int], settings: SamplingSettings, seed: int, affinity: str = ""
+    ) -> Completion:
         """Sample one completion of ``token_ids``; raises EngineError."""
         if self._llm is None:
             raise EngineError("the engine is not running: call start() first")
@@ -198,10 +215,14 @@ class VLLMEngine:
         if not self._blocked.done():
             self._blocked.set_result(reason)
 
-    def unblock(self) -> None:
-        """Serve requests again."""
+    def unblock(self, weight_version: int) -> None:
+        """Serve requests again. (Each completion says itself which version it was sampled from.)"""
         if self._blocked.done():
             self._blocked = asyncio.get_running_loop().create_future()
+
+    def give_up(self, reason: str) -> None:
+        """Take the engine for dead: whoever waits for it gets an EngineError; ``close`` ends its processes."""
+        self._fail(reason)
 
     async def close(self) -> None:
         """End the engine's processes, for certain, and fail what still waits for them. Safe to call twice."""

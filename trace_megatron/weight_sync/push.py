@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from trace_megatron.config import SyncConfig
 from trace_megatron.errors import UserError, WeightSyncError
-from trace_megatron.rollout.engine import EngineError
-from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND, VLLMEngine
+from trace_megatron.rollout.engine import Engine, EngineError
+from trace_megatron.rollout.pool import EnginePool
+from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND
 from trace_megatron.types import TensorInfo
+from trace_megatron.weight_sync.control import control_all
 from trace_megatron.weight_sync.stats import SyncStats
 
 if TYPE_CHECKING:
@@ -32,19 +34,22 @@ class WeightSync:
     A push that is to be verified carries every tensor's checksum, with our backend: the engine's workers compare it
     with what they received before they load it.
 
-    After a failed push a second one repairs an engine of one worker that uses our backend. Any other needs a new one:
-    of several workers' errors vLLM 0.32 reads one, and takes the rest for answers to what is asked next.
+    A push reaches every engine that is alive when it begins. After a failed one a second one repairs an engine of one
+    worker that uses our backend. Any other is taken for dead, so that a pool starts it again: of several workers'
+    errors vLLM 0.32 reads one, and takes the rest for answers to what is asked next.
     """
 
-    def __init__(self, engines: VLLMEngine | Sequence[VLLMEngine], config: SyncConfig):
+    def __init__(self, engines: Engine | Collection[Engine] | EnginePool, config: SyncConfig):
+        """``engines``: a collection of engines, or a pool, whose living ones are looked up at every push."""
         if config.bucket_mib < 1:
             raise UserError(f"expected at least 1 for 'sync.bucket_mib', found {config.bucket_mib}")
-        self._engines = list(engines) if isinstance(engines, Sequence) else [engines]
+        self._engines = engines if isinstance(engines, Collection | EnginePool) else [engines]
         backends = {engine.weight_backend for engine in self._engines}
         if len(self._engines) > 1 and backends != {SHARED_MEMORY_BACKEND}:
             raise UserError(
                 f"expected weight backend '{SHARED_MEMORY_BACKEND}' of several engines, found {sorted(backends)}"
             )
+        self._dtype = next(iter(self._engines)).dtype
         self._config = config
         self._transfer: Transfer | None = None
         self._num_pushes = 0
@@ -61,7 +66,7 @@ class WeightSync:
     @property
     def tolerance(self) -> float:
         """Allowed logprob difference for the engine's dtype."""
-        return self._config.verify_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[self._engines[0].config.dtype]
+        return self._config.verify_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[self._dtype]
 
     async def push(
         self, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]], version: int
@@ -75,41 +80,43 @@ class WeightSync:
         tensors = iter(tensors)
         sending: asyncio.Task | None = None
         checked = self._is_verified(self._num_pushes + 1)
+        engines = list(self._engines)
         try:
-            await self._control("pause_generation", mode="wait", clear_cache=True)
+            if not engines:
+                raise EngineError("no engine is alive")
+            await control_all(engines, "pause_generation", mode="wait", clear_cache=True)
             pause_s = time.perf_counter() - started
-            sending = asyncio.create_task(asyncio.to_thread(self._connected().send, infos, tensors, checked))
+            sending = asyncio.create_task(asyncio.to_thread(self._connected(engines).send, infos, tensors, checked))
             num_bytes, parts = await asyncio.shield(sending)
-            await self._control("reset_prefix_cache")
-            await self._control("update_weight_version", str(version))
-            await self._control("resume_generation")
+            await control_all(engines, "reset_prefix_cache")
+            await control_all(engines, "update_weight_version", str(version))
+            await control_all(engines, "resume_generation")
         except BaseException as error:
-            for engine in self._engines:
+            for engine in engines:
                 engine.block("a weight sync failed half-way, and the engine's weights are a mixture")
             if sending is not None:  # where this task was cancelled, the thread still runs
                 await asyncio.wait((sending,))
+            for engine in engines:
+                if sending is not None and (engine.num_workers > 1 or engine.weight_backend != SHARED_MEMORY_BACKEND):
+                    engine.give_up("a weight sync failed, which only one worker that uses shared memory survives")
             await asyncio.to_thread(_drain, tensors)
             if isinstance(error, EngineError | WeightSyncError):
                 raise WeightSyncError(f"pushing weight version {version} failed: {error}") from error
             raise
-        for engine in self._engines:
-            engine.unblock()
+        for engine in engines:
+            engine.unblock(version)
         self._num_pushes += 1
         return SyncStats(time.perf_counter() - started, num_bytes, pause_s, **asdict(parts))
 
-    async def _control(self, method: str, *args: Any, **kwargs: Any) -> None:
-        """Await a method of all engines; raise the first error when all have ended."""
-        calls = (engine.control(method, *args, **kwargs) for engine in self._engines)
-        for result in await asyncio.gather(*calls, return_exceptions=True):
-            if isinstance(result, BaseException):
-                raise result
-
-    def _connected(self) -> Transfer:
-        if self._transfer is None:
+    def _connected(self, engines: Sequence[Engine]) -> Transfer:
+        """The connection to these engines: a new one where one of them died, or was started again."""
+        if self._transfer is None or not self._transfer.connects(engines):
             # Imported here: vLLM takes seconds, and only the rank with an engine needs it.
             from trace_megatron.weight_sync.transfer import Transfer
 
-            self._transfer = Transfer(self._engines, asyncio.get_running_loop(), self._config.bucket_mib * 2**20)
+            if self._transfer is not None:
+                self._transfer.close()
+            self._transfer = Transfer(engines, asyncio.get_running_loop(), self._config)
         return self._transfer
 
 

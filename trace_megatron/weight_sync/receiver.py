@@ -12,6 +12,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from trace_megatron.memory import keep_freed_memory
+from trace_megatron.weight_sync.bucket_server import SCHEME, fetch
 from trace_megatron.weight_sync.sender import BucketInfo, SharedMemoryInitInfo
 from trace_megatron.weight_sync.shared_memory import MappedBucket, checksum
 
@@ -55,6 +56,9 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
             self._check_complete(set(update_info.expected))
 
     def _load(self, info: BucketInfo) -> None:
+        if info.path.startswith(SCHEME):
+            self._load_tensors(_checked(fetch(info.path, info.entries), info.checksums))
+            return
         if info.key not in self._buckets:
             self._buckets[info.key] = MappedBucket(info.path, info.length)
         bucket, self._reader = self._buckets[info.key], info.first_reader + self._rank

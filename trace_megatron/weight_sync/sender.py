@@ -22,6 +22,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND
+from trace_megatron.weight_sync.bucket_server import BucketServer
 from trace_megatron.weight_sync.shared_memory import ALIGNMENT, Bucket, Entry, checksum
 from trace_megatron.weight_sync.stats import SyncParts
 
@@ -61,6 +62,8 @@ class SharedMemoryTrainerInfo(TrainerInitInfo):
     bucket_bytes: int
     num_readers: int = 1
     """Workers of all engines."""
+    address: str = ""
+    """This host's, for engines on other hosts: they fetch the buckets over TCP. Empty: all map the same memory."""
 
 
 class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
@@ -72,6 +75,7 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
         super().__init__(client=client, source=source)
         self._info = info
         self._buckets: list[Bucket] = []
+        self._server = BucketServer(info.address) if info.address else None
         self._checksums: list[int] = []
         self.with_checksums = False
         """Whether the next update carries every tensor's checksum, which the receivers compare with what they got."""
@@ -107,6 +111,8 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
     def close(self) -> None:
         """Give the shared memory back."""
         self._discard(list(self._buckets))
+        if self._server:
+            self._server.close()
 
     def _send_buckets(self) -> None:
         infos = self.source.metadata()
@@ -159,14 +165,19 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
     def _load(self, bucket: Bucket, expected: list[str], checksums: list[int]) -> None:
         started = time.perf_counter()
         try:
-            info = BucketInfo(bucket.key, bucket.path, bucket.length, bucket.entries, expected, checksums)
+            path = self._server.offer(bucket) if self._server else bucket.path
+            info = BucketInfo(bucket.key, path, bucket.length, bucket.entries, expected, checksums)
             self.client.update_weights(asdict(info))
+            if self._server:  # what was fetched is a copy
+                bucket.take_back()
         finally:
             self.parts.load_s += time.perf_counter() - started
 
     def _discard(self, buckets: list[Bucket]) -> None:
         for bucket in buckets:
             self._buckets.remove(bucket)
+            if self._server:
+                self._server.withdraw(bucket)
             bucket.close()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import socket
 import weakref
 import zlib
 from collections.abc import Iterator, Sequence
@@ -84,6 +85,16 @@ class Bucket:
         """Mark it as in use by all readers; each of them takes its mark away."""
         self._bytes[: self._num_readers] = 1
 
+    def take_back(self) -> None:
+        """Take all marks away."""
+        self._bytes[: self._num_readers] = 0
+
+    def send(self, connection: socket.socket) -> None:
+        """Write header and tensors to a stream, their length in front."""
+        connection.sendall(self._end.to_bytes(8, "little"))
+        with open(self.path, "rb") as file:
+            connection.sendfile(file, 0, self._end)
+
     @property
     def returned(self) -> bool:
         """Whether no reader looks at it."""
@@ -111,11 +122,7 @@ class MappedBucket:
         """The tensors as views of the memory; ``try_return`` knows whether one of them is still alive."""
         array = np.frombuffer(self._memory, dtype=np.uint8)  # the base of all, and so alive as long as one of them
         self._last_read = weakref.ref(array)
-        for name, dtype_name, shape, offset in entries:
-            dtype = getattr(torch, dtype_name)
-            num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-            raw = torch.from_numpy(array[offset : offset + num_bytes])
-            yield name, (raw.view(dtype) if num_bytes else torch.empty(0, dtype=dtype)).view(tuple(shape))
+        yield from views(array, entries)
 
     def try_return(self, reader: int) -> bool:
         """Let the owner fill it again; False where a tensor, or a view of one, is alive."""
@@ -123,6 +130,15 @@ class MappedBucket:
             return False
         self._memory[reader] = 0
         return True
+
+
+def views(array: np.ndarray, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a bucket whose bytes are ``array``."""
+    for name, dtype_name, shape, offset in entries:
+        dtype = getattr(torch, dtype_name)
+        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        raw = torch.from_numpy(array[offset : offset + num_bytes])
+        yield name, (raw.view(dtype) if num_bytes else torch.empty(0, dtype=dtype)).view(tuple(shape))
 
 
 def checksum(tensor: torch.Tensor) -> int:

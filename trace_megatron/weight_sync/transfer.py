@@ -16,9 +16,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 
+from trace_megatron.config import SyncConfig
 from trace_megatron.errors import UserError
-from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND, VLLMEngine
+from trace_megatron.rollout.engine import Engine
+from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND
 from trace_megatron.types import TensorInfo
+from trace_megatron.weight_sync.control import control_each
 from trace_megatron.weight_sync.sender import SharedMemorySender, SharedMemoryTrainerInfo
 from trace_megatron.weight_sync.shared_memory import register
 from trace_megatron.weight_sync.source import PolicySource
@@ -28,7 +31,7 @@ from trace_megatron.weight_sync.stats import SyncParts
 class EngineClient:
     """vLLM's VLLMWeightSyncClient over engines whose event loop runs in another thread; each call goes to all."""
 
-    def __init__(self, engines: Sequence[VLLMEngine], loop: asyncio.AbstractEventLoop):
+    def __init__(self, engines: Sequence[Engine], loop: asyncio.AbstractEventLoop):
         self._engines = engines
         self._loop = loop
 
@@ -36,8 +39,8 @@ class EngineClient:
         self._call_each(method, [args] * len(self._engines))
 
     def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> None:
-        calls = [(engine, method, *args) for engine, args in zip(self._engines, arguments, strict=True)]
-        asyncio.run_coroutine_threadsafe(_control_all(calls), self._loop).result()
+        calls = list(zip(self._engines, arguments, strict=True))
+        asyncio.run_coroutine_threadsafe(control_each(calls, method), self._loop).result()
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._call("init_weight_transfer_engine", WeightTransferInitRequest(init_info))
@@ -50,32 +53,35 @@ class EngineClient:
         for engine in self._engines:  # our backend alone serves several: its workers are numbered through
             info = {**update_info, "first_reader": first} if "first_reader" in update_info else update_info
             requests.append((WeightTransferUpdateRequest(info),))
-            first += engine.config.tensor_parallel
+            first += engine.num_workers
         self._call_each("update_weights", requests)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._call("finish_weight_update", weight_version)
 
 
-async def _control_all(calls: Sequence[tuple[Any, ...]]) -> None:
-    """Await (engine, method, arguments...) of all engines; raise the first error when all have ended."""
-    controls = (engine.control(method, *args) for engine, method, *args in calls)
-    for result in await asyncio.gather(*controls, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
-
-
 class Transfer:
     """The connection to the engines, made at the first ``send`` and kept."""
 
-    def __init__(self, engines: Sequence[VLLMEngine], loop: asyncio.AbstractEventLoop, bucket_bytes: int):
+    def __init__(self, engines: Sequence[Engine], loop: asyncio.AbstractEventLoop, config: SyncConfig):
         register()
-        self._engines = engines
+        self._engines = list(engines)
+        self._lives = _lives(engines)
         self._client = EngineClient(engines, loop)
-        self._bucket_bytes = bucket_bytes
+        self._bucket_bytes = config.bucket_mib * 2**20
+        self._address = config.address
         self._source = PolicySource()
         self._sender: TrainerWeightTransferEngine | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def connects(self, engines: Sequence[Engine]) -> bool:
+        """Whether this is the connection to just these engines, in these of their lives."""
+        return self._lives == _lives(engines)
+
+    def close(self) -> None:
+        """Give the shared memory back."""
+        if isinstance(self._sender, SharedMemorySender):
+            self._sender.close()
 
     @torch.no_grad()
     def send(
@@ -97,9 +103,11 @@ class Transfer:
 
     def _init_info(self) -> TrainerInitInfo:
         backend = self._engines[0].weight_backend
-        num_workers = sum(engine.config.tensor_parallel for engine in self._engines)
+        num_workers = sum(engine.num_workers for engine in self._engines)
         if backend == SHARED_MEMORY_BACKEND:
-            return SharedMemoryTrainerInfo(rank=0, bucket_bytes=self._bucket_bytes, num_readers=num_workers)
+            return SharedMemoryTrainerInfo(
+                rank=0, bucket_bytes=self._bucket_bytes, num_readers=num_workers, address=self._address
+            )
         if backend == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 
@@ -108,8 +116,8 @@ class Transfer:
             from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
             return NCCLTrainerInitInfo(
-                master_address="127.0.0.1",
-                master_port=_free_port(),
+                master_address=self._address or "127.0.0.1",
+                master_port=_free_port(self._address),
                 world_size=1 + num_workers,
                 packed_buffer_size_bytes=self._bucket_bytes,
                 rank=0,
@@ -117,7 +125,11 @@ class Transfer:
         raise UserError(f"expected weight backend '{SHARED_MEMORY_BACKEND}', 'ipc' or 'nccl', found '{backend}'")
 
 
-def _free_port() -> int:
+def _lives(engines: Sequence[Engine]) -> list[tuple[int, int]]:
+    return [(id(engine), engine.num_starts) for engine in engines]
+
+
+def _free_port(address: str) -> int:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((address or "127.0.0.1", 0))
         return probe.getsockname()[1]
