@@ -1,0 +1,82 @@
+"""Training over several hosts: two trainer hosts meet over gloo, and a server on a third samples for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+from hosts import INTERFACE, hosts
+from served import serve
+from tiny_models import write_tiny_model
+
+from trace_megatron.tree_files import read_trees
+
+STEPS = 2
+TIMEOUT_S = 400
+
+
+def write_config(folder: Path, model: Path, url: str, address: str) -> Path:
+    values = {
+        "run": {"name": "run", "output_dir": str(folder), "steps": STEPS, "seed": 3},
+        "policy": {"model": str(model), "dtype": "float32", "pipeline_parallel": 2, "tokens_per_micro_batch": 1024},
+        "optimizer": {"learning_rate": 1e-3},
+        "method": {"selector": "treepo", "advantage": "tree_rpo"},
+        "budget": {"candidates": 4, "rollouts": 8, "continuations": 2},
+        "rollout": {"max_turns": 2, "max_new_tokens": 8, "max_prompt_tokens": 256, "max_response_tokens": 256},
+        "engine": {"dtype": "float32", "urls": [url]},
+        "sync": {"address": address},
+        "env": {"name": "reasoning_gym", "params": {"tasks": {"letter_counting": {"min_words": 1, "max_words": 3}}}},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def start_rank(host, rank: int, master: str, config: Path, log: Path) -> subprocess.Popen:
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": master,
+        "MASTER_PORT": "29511",
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+    }
+    command = [*host.prefix, sys.executable, "-m", "trace_megatron.cli", "train", "-c", str(config)]
+    with log.open("w") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+
+
+def test_two_trainer_hosts_and_a_server_on_a_third(tmp_path):
+    model = write_tiny_model(tmp_path / "model", "qwen3", tied=False, head_dim=32)
+    with hosts(3) as (first, second, third):
+        with serve(
+            model, tmp_path / "server.log", host=third.address, port=8000, prefix=third.prefix, wait=False
+        ) as (url, server):
+            config = write_config(tmp_path, model, url, first.address)
+            # Only the first host's network reaches the server; so does the wait.
+            wait = "import sys, time, urllib.request\nfor _ in range(400):\n"
+            wait += "  try: urllib.request.urlopen(sys.argv[1] + '/health', timeout=5); break\n"
+            wait += "  except OSError: time.sleep(0.5)"
+            subprocess.run([*first.prefix, sys.executable, "-c", wait, url], check=True, timeout=TIMEOUT_S)
+            logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+            ranks = [
+                start_rank(host, rank, first.address, config, logs[rank]) for rank, host in enumerate((first, second))
+            ]
+            try:
+                codes = [rank.wait(TIMEOUT_S) for rank in ranks]
+            finally:
+                for rank in ranks:
+                    rank.kill()
+    said = "\n".join(log.read_text() for log in logs)
+    assert codes == [0, 0], said
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["engines/alive"] == 1 and line["sync/bytes"] > 0 for line in lines)
+    trees = read_trees(tmp_path / "run" / "trees" / "step_000002.jsonl.zst")
+    versions = {turn.weight_version for tree in trees for rollout in tree.rollouts for turn in rollout.turns}
+    assert versions == {1}
