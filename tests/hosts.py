@@ -29,7 +29,7 @@ class Host:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    """Hosts 10.77.0.1, 10.77.0.2, ... on one network, without a way out. The test is skipped where that is not allowed."""
+    """Hosts 10.77.0.1, 10.77.0.2, ... on one network without a way out; skips the test where that is not allowed."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         _skip("network namespaces need root and iproute2's ip")
     tag = f"tm{os.getpid() % 10_000}x{next(_numbers)}"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import yaml
@@ -17,6 +18,15 @@ from trace_megatron.tree_files import read_trees
 
 STEPS = 2
 TIMEOUT_S = 400
+WAIT = """
+import sys, time, urllib.request
+while True:
+    try:
+        urllib.request.urlopen(sys.argv[1] + "/health", timeout=5)
+        break
+    except OSError:
+        time.sleep(0.5)
+"""
 
 
 def write_config(folder: Path, model: Path, url: str, address: str) -> Path:
@@ -53,25 +63,20 @@ def start_rank(host, rank: int, master: str, config: Path, log: Path) -> subproc
 
 def test_two_trainer_hosts_and_a_server_on_a_third(tmp_path):
     model = write_tiny_model(tmp_path / "model", "qwen3", tied=False, head_dim=32)
-    with hosts(3) as (first, second, third):
-        with serve(
-            model, tmp_path / "server.log", host=third.address, port=8000, prefix=third.prefix, wait=False
-        ) as (url, server):
-            config = write_config(tmp_path, model, url, first.address)
-            # Only the first host's network reaches the server; so does the wait.
-            wait = "import sys, time, urllib.request\nfor _ in range(400):\n"
-            wait += "  try: urllib.request.urlopen(sys.argv[1] + '/health', timeout=5); break\n"
-            wait += "  except OSError: time.sleep(0.5)"
-            subprocess.run([*first.prefix, sys.executable, "-c", wait, url], check=True, timeout=TIMEOUT_S)
-            logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
-            ranks = [
-                start_rank(host, rank, first.address, config, logs[rank]) for rank, host in enumerate((first, second))
-            ]
-            try:
-                codes = [rank.wait(TIMEOUT_S) for rank in ranks]
-            finally:
-                for rank in ranks:
-                    rank.kill()
+    with ExitStack() as stack:
+        first, second, third = stack.enter_context(hosts(3))
+        address = {"host": third.address, "port": 8000, "prefix": third.prefix}
+        url, _ = stack.enter_context(serve(model, tmp_path / "server.log", wait=False, **address))
+        config = write_config(tmp_path, model, url, first.address)
+        # Only these hosts' network reaches the server; so the wait is on it too.
+        subprocess.run([*first.prefix, sys.executable, "-c", WAIT, url], check=True, timeout=TIMEOUT_S)
+        logs = [tmp_path / f"rank{rank}.log" for rank in range(2)]
+        ranks = [start_rank(host, rank, first.address, config, logs[rank]) for rank, host in enumerate((first, second))]
+        try:
+            codes = [rank.wait(TIMEOUT_S) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
     said = "\n".join(log.read_text() for log in logs)
     assert codes == [0, 0], said
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
