@@ -13,7 +13,7 @@ from typing import Any
 
 from trace_megatron.checks import check_engine
 from trace_megatron.config import Config
-from trace_megatron.errors import RolloutError
+from trace_megatron.errors import RolloutError, UserError
 from trace_megatron.eval.benchmarks import Benchmark, describe, open_environment, plan_benchmarks, prompts_of
 from trace_megatron.eval.checkpoints import digest, find_checkpoint, to_hf_folder
 from trace_megatron.eval.records import Record, RecordFile
@@ -38,6 +38,11 @@ def evaluate_policy(config: Config) -> list[Summary]:
 
     Raises UserError on bad input, before anything is started; RolloutError where too many rollouts fail.
     """
+    if config.engine.urls:
+        raise UserError(
+            "expected evaluation without engine.urls, found some: servers hold weights of their own, not the "
+            "checkpoint's; leave engine.urls empty, and set engine.num_engines for several"
+        )
     benchmarks = plan_benchmarks(config)
     checkpoint = find_checkpoint(config)
     config = _with_model(config, str(checkpoint.like or checkpoint.folder))
