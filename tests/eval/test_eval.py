@@ -227,7 +227,7 @@ def test_a_base_model_is_asked_in_plain_text(folder, tmp_path, monkeypatch):
     histories = []
 
     class Engine:
-        async def generate(self, token_ids, settings, seed):
+        async def generate(self, token_ids, settings, seed, affinity=""):
             histories.append(build_tokenizer().decode(token_ids))
             begun = len(histories[-1].rpartition("Thought:")[2])  # a token is a byte here
             written = " B, I think.\nFinal Answer: \\boxed{B}\n\nQuestion: Item"[begun:]

@@ -37,7 +37,7 @@ class BaseModel:
         self._begun: dict[int, str] = {}
         self.num_requests = 0
 
-    async def generate(self, token_ids, settings: SamplingSettings, seed: int) -> Completion:
+    async def generate(self, token_ids, settings: SamplingSettings, seed: int, affinity: str = "") -> Completion:
         self.num_requests += 1
         assert END_OF_ACTION not in token_ids and settings.stop_token_ids == (EOS,)
         text = TOKENIZER.decode(list(token_ids))
@@ -136,7 +136,7 @@ def test_a_text_that_never_ends_is_cut_by_the_limit_with_different_seeds(rendere
     calls: list[Call] = []
 
     class Endless:
-        async def generate(self, token_ids, settings, seed):
+        async def generate(self, token_ids, settings, seed, affinity=""):
             calls.append(Call(tuple(token_ids), settings, seed))
             rng = random.Random(seed)
             ids = tuple(rng.choices(encode("abc"), k=settings.max_new_tokens))

@@ -134,7 +134,9 @@ class ReActEngine:
         self._engine = engine
         self._renderer = renderer
 
-    async def generate(self, token_ids: Sequence[int], settings: SamplingSettings, seed: int) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], settings: SamplingSettings, seed: int, affinity: str = ""
+    ) -> Completion:
         """Sample one action; its last id is END_OF_ACTION unless the limit of tokens ended it."""
         history = [token_id for token_id in token_ids if token_id != END_OF_ACTION]
         limit = max(1, settings.max_new_tokens - 1)
@@ -149,6 +151,7 @@ class ReActEngine:
                     stop_token_ids=self._renderer.eos_token_ids,
                 ),
                 (seed + len(ids)) % 2**63,
+                affinity,
             )
             ids += chunk.token_ids
             logprobs += chunk.logprobs
