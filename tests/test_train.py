@@ -30,11 +30,13 @@ def policy(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, policy) -> tuple[Path, Path]:
-    """One run of four steps, and one that is killed in the third step and resumed; both at the same time."""
+    """One run of four steps, and one that is killed in the third step and resumed; both at the same time.
+
+    In the second trainer and engine take turns, which must change nothing."""
     whole, broken = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("broken")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     uninterrupted = subprocess.Popen(command("train", "-c", str(write_config(whole, policy))), env=environment)
-    config = write_config(broken, policy)
+    config = write_config(broken, policy, engine={"colocated": True})
     interrupted = subprocess.Popen(command("train", "-c", str(config)), env=environment, start_new_session=True)
     checkpoint = broken / "run" / "checkpoints" / "step_000002" / "state.json"
     deadline = time.monotonic() + 240
@@ -55,6 +57,8 @@ def test_a_resumed_run_samples_the_same_tokens_and_gives_the_same_metrics(runs):
         expected, found = (json.loads(json.dumps([asdict(tree) for tree in read_trees(run / name)])) for run in runs)
         assert found == approximately(expected)  # tokens, rewards, anchors to the letter; an engine's logprobs nearly
     for expected, found in zip(read_metrics(whole), read_metrics(resumed), strict=True):
+        for stage in ("asleep", "training", "offloaded", "receiving", "sampling"):
+            assert found.pop(f"colocation/{stage}_used_gib") > 0
         assert without_clock(found) == approximately(without_clock(expected))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from trace_megatron.algorithm.selectors import build_selector
 from trace_megatron.config import Config
 from trace_megatron.envs import build_environment
@@ -23,6 +25,13 @@ def check_config(config: Config) -> None:
         raise UserError(
             f"expected rollout.top_p=1 with loss.old_logprobs=bypass, found {rollout.top_p}: the engine's logprobs are"
             f" those of the truncated distribution, so set loss.old_logprobs=decoupled"
+        )
+    if config.engine.colocated and config.engine.urls:
+        raise UserError("expected no engine.urls with engine.colocated=true: servers have devices of their own")
+    if config.engine.colocated and config.policy.dtype == "float32" and torch.cuda.is_available():
+        raise UserError(
+            "expected policy.dtype=bfloat16 with engine.colocated=true, found float32: Megatron's optimizer holds"
+            " float32 weights themselves, and would move them apart from the model's"
         )
     if 0 < loss.dual_clip <= 1:
         raise UserError(f"expected loss.dual_clip above 1, or 0 for none, found {loss.dual_clip}")

@@ -153,6 +153,9 @@ class EngineConfig:
     """Started by the run on its first rank's machine; on GPUs the i-th has the i-th ``tensor_parallel`` devices."""
     urls: tuple[str, ...] = ()
     """Servers (``vllm serve``) that sample instead of engines of the run's own; see docs/engines.md."""
+    colocated: bool = False
+    """The engines are on the trainer's devices: they sleep while it trains, and while they sample it keeps its weights
+    alone (weight_sync/colocation.py)."""
     timeout_s: float = 1800.0
     """An engine that answers no request for so long is taken for dead, and its requests move to the others."""
 

@@ -11,3 +11,7 @@ class WeightSyncError(Exception):
 
 class RolloutError(Exception):
     """More of a step's rollouts failed than the configuration allows. The run stops."""
+
+
+class ColocationError(Exception):
+    """Trainer and engines, which share devices, could not change places. The run stops."""

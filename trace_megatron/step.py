@@ -28,6 +28,7 @@ from trace_megatron.rollout.prompts import PromptSource
 from trace_megatron.sampling import Sampling
 from trace_megatron.types import Prompt, RolloutTree
 from trace_megatron.validate import score_completions
+from trace_megatron.weight_sync.colocation import Colocation
 from trace_megatron.weight_sync.push import WeightSync
 from trace_megatron.weight_sync.stats import SyncStats
 from trace_megatron.weight_sync.verify import LogprobDifference, verify
@@ -49,6 +50,8 @@ class Parts:
     collector: Collector
     policy: Policy
     weight_sync: WeightSync
+    colocation: Colocation
+    """Who holds the devices' memory, where trainer and engines share them."""
     sampling: Sampling
     loop: asyncio.Runner
     """The event loop of the engine and the environments; it runs while something is awaited."""
@@ -78,6 +81,7 @@ def run_step(parts: Parts, step: int) -> tuple[StepMetrics, list[RolloutTree]]:
         aggregation=config.loss.aggregation,
     )
     with clock("policy_update"):
+        parts.loop.run(parts.colocation.begin_training())
         train_stats = policy.train_step(policy.prepare(batch))
     with clock("predictor_update"):
         predictor_stats = predictor.update(trees, config.predictor.target_mode)
@@ -96,6 +100,7 @@ def run_step(parts: Parts, step: int) -> tuple[StepMetrics, list[RolloutTree]]:
             "sync": sync_stats,
             "verify": engine_difference or {},
             "engines": parts.sampling.engine.counts(),
+            "colocation": parts.colocation.metrics(),
             "time": {"predictor_share": predictor_s / sum(clock.seconds.values())},
         },
         seconds=clock.seconds,
@@ -124,16 +129,20 @@ def push_weights(parts: Parts, version: int) -> tuple[SyncStats, LogprobDifferen
 def _push_to_all(parts: Parts, version: int) -> SyncStats:
     """Start dead engines again, and push; once more where the push itself lost one."""
     engines = parts.sampling.engine
-    parts.loop.run(engines.heal())
-    num_alive = len(engines)
+
+    def push() -> SyncStats:
+        parts.loop.run(engines.heal())
+        sync = parts.weight_sync.push(*parts.policy.weights(), version, before_resume=parts.colocation.end_push)
+        return parts.loop.run(sync)
+
+    parts.loop.run(parts.colocation.begin_push())
     try:
-        return parts.loop.run(parts.weight_sync.push(*parts.policy.weights(), version=version))
+        return push()
     except WeightSyncError as error:
-        if len(engines) == num_alive:
+        if len(engines) == engines.num_engines:  # all alive: it was not an engine's death
             raise
         say(f"{error}; trying again")
-    parts.loop.run(engines.heal())
-    return parts.loop.run(parts.weight_sync.push(*parts.policy.weights(), version=version))
+    return push()
 
 
 def _calibration(

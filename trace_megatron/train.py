@@ -11,8 +11,9 @@ from pathlib import Path
 
 from trace_megatron.algorithm.selectors import PromptHistory, build_selector
 from trace_megatron.config import Config, load_config
-from trace_megatron.errors import RolloutError, UserError, WeightSyncError
+from trace_megatron.errors import ColocationError, RolloutError, UserError, WeightSyncError
 from trace_megatron.log import progress, say
+from trace_megatron.memory import used_memory_gib
 from trace_megatron.metrics import MetricsWriter, StepMetrics, read_lines
 from trace_megatron.policy.worker import Policy
 from trace_megatron.predictor import ConstantPredictor, NeuralPredictor, Predictor, TimedScores, build_predictor
@@ -23,7 +24,11 @@ from trace_megatron.run_folder import RunFolder, read_state
 from trace_megatron.sampling import Sampling, max_model_len, open_sampling
 from trace_megatron.step import Parts, push_weights, run_step
 from trace_megatron.tree_files import write_trees
+from trace_megatron.weight_sync.colocation import Colocation
 from trace_megatron.weight_sync.push import WeightSync
+
+COLOCATION_LIMIT_S = 300.0
+"""Of a sleep, a wake or an offload: moving a full GPU's memory over a slow bus takes a tenth of that."""
 
 
 def run_rank(folder: RunFolder, config: Config, resume: bool) -> int:
@@ -37,7 +42,7 @@ def run_rank(folder: RunFolder, config: Config, resume: bool) -> int:
     except UserError as error:
         say(f"error: {error}")
         return 2
-    except (WeightSyncError, EngineError, RolloutError) as error:
+    except (ColocationError, WeightSyncError, EngineError, RolloutError) as error:
         say(f"error: {error}")
         return 1
     return 0
@@ -53,6 +58,8 @@ def train(folder: RunFolder, config: Config, resume: bool) -> None:
         checkpoint = folder.latest_checkpoint() if resume else None
         if checkpoint:  # before the engine starts: a checkpoint of another shape is refused at once
             policy.load_checkpoint(checkpoint / "policy")
+        if config.engine.colocated:  # the engines' start finds the room that they will have
+            policy.offload()
         with asyncio.Runner() as loop, open_sampling(config, loop) as sampling:
             parts = build_parts(config, policy, predictor or ConstantPredictor(), sampling, loop)
             drive(parts, folder, checkpoint)
@@ -124,6 +131,13 @@ def build_parts(
         ),
         policy=policy,
         weight_sync=WeightSync(sampling.engine, config.sync),
+        colocation=Colocation(
+            engines=lambda: list(sampling.engine),
+            trainer=policy,
+            measure=used_memory_gib,
+            limit_s=COLOCATION_LIMIT_S,
+            enabled=config.engine.colocated,
+        ),
         sampling=sampling,
         loop=loop,
     )

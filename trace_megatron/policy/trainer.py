@@ -77,6 +77,18 @@ class Trainer:
         packs = run_schedule(self._replicas, batches, self._forward, evaluate, forward_only=False)
         return reduce_sums(packs, self._ranks.reports, self._ranks.command_group)
 
+    def offload(self) -> None:
+        """Free the gradients, and move the optimizer's states and main weights to host memory; weights stay."""
+        for replica in self._replicas:
+            replica.offload_grad_buffers()
+        self.optimizer.offload_to_cpu()
+
+    def onload(self) -> None:
+        """Undo ``offload``."""
+        for replica in self._replicas:
+            replica.restore_grad_buffers()
+        self.optimizer.restore_from_cpu()
+
     def logprobs(self, batches: Sequence[TreeBatch]) -> list[torch.Tensor]:
         """As ``pack_logprobs``, of the policy."""
         return pack_logprobs(self._replicas, batches, self._forward)

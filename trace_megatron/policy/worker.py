@@ -173,6 +173,16 @@ class Policy:
             ]
         return prepared
 
+    def offload(self) -> None:
+        """On all ranks, give up the memory that only training needs: gradients, and optimizer states to the host."""
+        self._send(Command("offload"))
+        self._trainer.offload()
+
+    def onload(self) -> None:
+        """On all ranks, take back what ``offload`` gave up."""
+        self._send(Command("onload"))
+        self._trainer.onload()
+
     def weights(self) -> tuple[list[TensorInfo], Iterator[tuple[str, torch.Tensor]]]:
         """Every HF tensor's metadata, and an iterator of (name, whole tensor) in the same order.
 
@@ -222,6 +232,10 @@ class Policy:
                 case "weights":
                     for _ in iter_hf_weights(self._trainer.model_chunks, self._hf):
                         pass
+                case "offload":
+                    self._trainer.offload()
+                case "onload":
+                    self._trainer.onload()
                 case "save_checkpoint":
                     self._save_checkpoint(command.arguments["folder"])
                 case "load_checkpoint":

@@ -51,6 +51,11 @@ class EnginePool:
     def __len__(self) -> int:
         return sum(place.engine.alive for place in self._places)
 
+    @property
+    def num_engines(self) -> int:
+        """Dead ones included."""
+        return len(self._places)
+
     async def start(self) -> None:
         """Start all of them; raises UserError or EngineError."""
         for place in self._places:  # one after the other: a start changes this process's environment for its children

@@ -125,7 +125,10 @@ class VLLMEngine:
         from vllm.config import WeightTransferConfig
 
         if torch.cuda.is_available():
-            device_args = {"gpu_memory_utilization": self.config.gpu_memory_utilization}
+            device_args = {
+                "gpu_memory_utilization": self.config.gpu_memory_utilization,
+                "enable_sleep_mode": self.config.colocated,
+            }
         else:
             device_args = {
                 # A compiled CPU graph bakes in the packed weights of its first trace and would outlive a weight sync.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -69,12 +69,17 @@ class WeightSync:
         return self._config.verify_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[self._dtype]
 
     async def push(
-        self, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]], version: int
+        self,
+        infos: Sequence[TensorInfo],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        before_resume: Callable[[Sequence[Engine]], Awaitable[None]] | None = None,
     ) -> SyncStats:
         """Replace the engine's weights by ``tensors`` (HF names, every one of ``infos``, on any device).
 
         Requests that are running finish first, with the old weights; later ones wait for the new. Raises
         WeightSyncError that names the tensor; the engine then stays paused and fails requests until a push succeeds.
+        ``before_resume`` is awaited with the engines when they hold the weights and run no requests yet.
         """
         started = time.perf_counter()
         tensors = iter(tensors)
@@ -90,6 +95,8 @@ class WeightSync:
             num_bytes, parts = await asyncio.shield(sending)
             await control_all(engines, "reset_prefix_cache")
             await control_all(engines, "update_weight_version", str(version))
+            if before_resume:
+                await before_resume(engines)
             await control_all(engines, "resume_generation")
         except BaseException as error:
             for engine in engines:
