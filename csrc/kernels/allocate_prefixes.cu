@@ -1,6 +1,7 @@
 // One block for each prompt. On an H200, S = 170 prompts of 60 prefixes and 12 units each, float32:
 //   bytes   4 P + 16 S read, 8 P written: 0.12 MB, 0.03 us at 4.8 TB/s; the workspace (64 P = 0.65 MB) stays in L2
-//   floor   no throughput: about 30 dependent probes a block, one barrier and ten shuffles each, about 0.4 us
+//   floor   no throughput: about 20 dependent steps a block (counted by the CPU runner; up to 45 with ties), each one
+//           barrier, ten shuffles and a pass over the rows, about 0.5 us
 //   expect  15 us, launch included
 #include "allocate_prefixes.h"
 

@@ -1,7 +1,8 @@
 // One block for each pool. On an H200, one pool of P = 512 prompts and M = 1,024 rollouts, float32:
 //   bytes   4 P read, 8 P written: 6 KB; the workspace (64 P = 32 KB) stays in L1 and L2
-//   floor   no throughput: about 35 dependent probes, one or two barriers each, about 0.6 us a probe
-//   expect  25 us, launch included
+//   floor   no throughput: 20 to 45 dependent steps (counted by the CPU runner), each one barrier, ten shuffles and a pass
+//           over two rows a thread, about 0.6 us
+//   expect  15 to 30 us, launch included
 #include "allocate_roots.h"
 
 #include "selection.cuh"

@@ -3,7 +3,8 @@
 //
 // The B best are found by halving the interval in which the value of the B-th lies, on the bit patterns of doubles: at
 // most 62 probes, each of which counts the units of at least some value, and far fewer where values differ, because a
-// probe that counts exactly B is the last one. Ties at that value are divided by level, then by row.
+// probe that counts exactly B is the last one. In a narrow interval few values are left, and the largest of them is tried
+// as well: where it is that of the B-th, which ties with others, the search is over. Ties are divided by level, then by row.
 //
 // Rows go on from where the last probe that was not too generous left them, at most kStride units at a time between two
 // sums, so that a probe costs O((B + kStride rows) / threads) whatever the values are.
@@ -21,6 +22,7 @@ struct Selection {
 };
 
 constexpr int64_t kStride = 32;
+constexpr long long kNarrow = 1ll << 42;  // a relative width of 1/1024, after 20 probes
 constexpr int64_t kMostUnits = 0x7fffffff;  // a budget is an int32
 
 __device__ inline int64_t between(int64_t x, int64_t low, int64_t high) { return min(max(x, low), high); }
@@ -47,6 +49,10 @@ class Selector {
       else
         low = middle;
       if (num_taken_ == selection_.budget) return;
+      if (high - low >= kNarrow) continue;
+      const double largest = largest_next();
+      if (!probe(largest)) return divide_ties(largest);
+      if (num_taken_ == selection_.budget) return;
     }
     divide_ties(__longlong_as_double(low));
   }
@@ -66,6 +72,17 @@ class Selector {
       state.last = next;
     }
     return false;
+  }
+
+  // Of all units that are not taken.
+  __device__ __forceinline__ double largest_next() {
+    Candidate mine{0.0, -1};
+    for (int64_t row = threadIdx.x; row < selection_.num_rows; row += kBlockThreads) {
+      const SelectionRow state = taken_[row];
+      const Candidate next{units_.value(row, state), row};
+      if (state.count < selection_.limit && beats(next, mine)) mine = next;
+    }
+    return block_.best(mine).value;
   }
 
   // Takes all units of at least this value, if they are not more than the budget.

@@ -73,6 +73,7 @@ class Machine {
   std::string error;                // of the first fault; no launch runs after it
   std::vector<std::string> syncs;   // file:line of each synchronisation that was met
   size_t bytes_read = 0, bytes_written = 0, tensor_products = 0;  // of global memory; of m16n8k16
+  size_t barriers = 0;                                            // of all blocks together
 
   Thread* current = nullptr;  // null: the machine itself is at work
   Index grid, block, block_index;

@@ -114,7 +114,7 @@ inline bool Machine::release_block() {
     first = &thread.wait;
     votes_ += thread.wait.predicate;
   }
-  ++barrier_;
+  ++barrier_, ++barriers;
   for (Thread& thread : threads_) {
     if (thread.done) continue;
     thread.wait = {};

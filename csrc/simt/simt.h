@@ -27,7 +27,7 @@ extern "C" {
   simt::machine.globals.clear();
   simt::machine.dropped.clear();
   simt::machine.error.clear();
-  simt::machine.bytes_read = simt::machine.bytes_written = simt::machine.tensor_products = 0;
+  simt::machine.bytes_read = simt::machine.bytes_written = simt::machine.tensor_products = simt::machine.barriers = 0;
 }
 
 // Memory that the kernel may touch, in elements of `granule` bytes.
@@ -56,9 +56,9 @@ extern "C" {
   return simt::answer.c_str();
 }
 
-// Bytes of global memory read and written, and m16n8k16 products.
+// Bytes of global memory read and written, m16n8k16 products, barriers.
 [[gnu::used]] inline void simt_counts(uint64_t* counts) {
   counts[0] = simt::machine.bytes_read, counts[1] = simt::machine.bytes_written;
-  counts[2] = simt::machine.tensor_products;
+  counts[2] = simt::machine.tensor_products, counts[3] = simt::machine.barriers;
 }
 }

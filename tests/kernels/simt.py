@@ -45,11 +45,12 @@ class KernelFault(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Of one launch: bytes of global memory read and written, and m16n8k16 tensor-core products."""
+    """Of one call: bytes of global memory read and written, m16n8k16 tensor-core products, barriers of all blocks."""
 
     bytes_read: int
     bytes_written: int
     tensor_products: int
+    barriers: int
 
 
 class Kernel:
@@ -61,7 +62,7 @@ class Kernel:
         self._library.simt_error.restype = self._library.simt_syncs.restype = ctypes.c_char_p
         headers = "".join(path.read_text() for path in sorted(self.source.parent.glob("*.h")))
         self._text = headers + self.source.read_text()
-        self.counts = Counts(0, 0, 0)
+        self.counts = Counts(0, 0, 0, 0)
 
     def run(
         self, name: str, params: str, fields: dict[str, object], *, seed: int = 0, drop: str = ""
@@ -105,7 +106,7 @@ class Kernel:
             raise KernelFault(error)
         if code:
             raise ValueError(f"expected success of {name}, found CUDA error {code}")
-        numbers = (ctypes.c_uint64 * 3)()
+        numbers = (ctypes.c_uint64 * 4)()
         library.simt_counts(numbers)
         self.counts = Counts(*numbers)
         return {field: inner.clone() for field, (_, inner) in arrays.items() if not types[field][1]}

@@ -142,13 +142,24 @@ def test_wrong_values_leave_the_segment_or_all_unwritten():
         assert int(allocate_roots(fine[:2], torch.tensor([budget]), pair, cap, exact=False).min()) >= 0
 
 
+def test_searches_are_as_short_as_on_paper():
+    """Each barrier is a dependent step; without ties and with them."""
+    generator = torch.Generator().manual_seed(7)
+    for step in (None, 0.125):
+        probs = torch.rand(512, generator=generator)
+        probs = probs if step is None else (probs / step).round() * step
+        allocate_roots(probs, torch.tensor([1024]), torch.tensor([0, 512]))
+        assert kernel("roots").counts.barriers <= 45
+        allocate_prefixes(probs[:60], torch.tensor([12]), torch.tensor([0, 60]))
+        assert kernel("prefixes").counts.barriers <= 45
+
+
 @pytest.mark.parametrize("allocate", [allocate_prefixes, allocate_roots])
 def test_each_barrier_is_needed_every_time(allocate):
     how = torch.full((3,), 0.5), torch.tensor([5]), torch.tensor([0, 3])  # ends with one prompt at m = 1
     wanted = allocate(*how)
-    name = allocate.__name__.removeprefix("allocate_")
-    barriers = kernel(name).syncs()
-    assert len(barriers) == {"prefixes": 1, "roots": 2}[name]
+    barriers = kernel(allocate.__name__.removeprefix("allocate_")).syncs()
+    assert len(barriers) == 2
     for seed in range(100):
         for barrier in barriers:
             with pytest.raises(KernelFault, match=r"race|not written before"):
