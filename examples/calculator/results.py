@@ -21,6 +21,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
+from trace_megatron.config import load_config
 from trace_megatron.metrics import read_lines
 from trace_megatron.report.statistics import mean_interval, paired_difference, value_at
 
@@ -63,10 +64,12 @@ def main() -> None:
 
 
 def read_runs(root: Path) -> Iterator[Run]:
+    """The finished runs."""
     for folder in sorted(path.parent for path in root.glob("*/metrics.jsonl")):
         variant, _, seed = folder.name.rpartition("-s")
-        if variant and seed.isdigit():
-            yield Run(variant, int(seed), [json.loads(line) for line in read_lines(folder / "metrics.jsonl")])
+        lines = [json.loads(line) for line in read_lines(folder / "metrics.jsonl")]
+        if variant and seed.isdigit() and len(lines) == load_config(folder / "config.yaml").run.steps:
+            yield Run(variant, int(seed), lines)
 
 
 def tables(runs: Sequence[Run], baseline: str) -> Iterator[str]:
@@ -79,6 +82,7 @@ def tables(runs: Sequence[Run], baseline: str) -> Iterator[str]:
         baseline,
         lambda run: accuracy_at_tokens(run, least_tokens),
     )
+    yield table("mixed trees a step", runs, baseline, mixed_trees)
     yield table("mixed pairs per unit", runs, baseline, lambda run: run.mean("rollout/contrasts_per_unit"))
     yield table("units", runs, baseline, lambda run: run.total("rollout/units"))
     yield table("sampled tokens", runs, baseline, lambda run: float(run.tokens[-1]))
@@ -89,7 +93,12 @@ def tables(runs: Sequence[Run], baseline: str) -> Iterator[str]:
         baseline,
         lambda run: sum(run.total(key) for key in run.lines[-1] if key.startswith("seconds/")),
     )
-    for key in ("calibration/root_spearman", "calibration/prefix_spearman", "calibration/root_brier"):
+    for key in (
+        "calibration/root_spearman",
+        "calibration/prefix_spearman",
+        "calibration/root_brier",
+        "calibration/prefix_brier",
+    ):
         scored = [run for run in runs if run.series(key)[1].size]
         if scored:
             yield table(f"{key.partition('/')[2].replace('_', ', ')}, last half", scored, baseline, last_half(key))
@@ -107,6 +116,11 @@ def table(title: str, runs: Sequence[Run], baseline: str, measure: Callable[[Run
         difference = str(paired_difference(by_seed, values[baseline])) if known else ""
         lines.append(f"| {variant} | {len(by_seed)} | {mean_interval(list(by_seed.values()))} | {difference} |")
     return "\n".join(lines)
+
+
+def mixed_trees(run: Run) -> float:
+    """Trees with a success and a failure: the ratio's numerator, which a selector of more prompts does not thin out."""
+    return float(np.mean([line["rollout/effective_ratio"] * line["rollout/num_trees"] for line in run.lines]))
 
 
 def final_accuracy(run: Run) -> float:
