@@ -82,9 +82,9 @@ def step_time(hf: HFModelConfig, predictor: HFModelConfig | None, config: Config
     trained += (passes - 1) * forward_flops(hf, work.packed_tokens, work.episode_tokens)
     scored = updated = 0.0
     if predictor is not None:
-        roots = config.budget.candidates * (work.episode_tokens - work.sampled_tokens / max(work.rollouts, 1))
-        scored = forward_flops(predictor, max(roots, 0.0) + work.packed_tokens, work.episode_tokens)
-        roots_trained = max(roots, 0.0) * min(work.rollouts / 4 / config.budget.candidates, 1.0)
+        roots = config.budget.candidates * (config.plan.prompt_tokens or config.rollout.max_prompt_tokens / 2)
+        scored = forward_flops(predictor, roots + work.packed_tokens, work.episode_tokens)
+        roots_trained = roots * min(work.rollouts / 4 / config.budget.candidates, 1.0)
         updated = 3 * config.predictor.epochs * forward_flops(predictor, roots_trained * 1.2, work.episode_tokens)
     return StepTime(
         rollouts=decoding_seconds(hf, config, device, work),
