@@ -1,10 +1,10 @@
-"""Tree attention: native for float32 and bfloat16 on a CPU, the torch reference everywhere else."""
+"""Tree attention: native for float32 and bfloat16 on a CPU, FlexAttention on CUDA, else the torch reference."""
 
 from __future__ import annotations
 
 import torch
 
-from trace_megatron.ops import native
+from trace_megatron.ops import flex, native
 from trace_megatron.ops.reference import tree_attention as reference
 
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -29,6 +29,9 @@ def tree_attention(
     if native.AVAILABLE and q.device.type == "cpu" and q.dtype in _NATIVE_DTYPES:
         out, _ = torch.ops.trace_megatron.tree_attention_forward(q, k, v, subtree_end, query_index, scale)
         return out
+    if q.device.type == "cuda" and q.dtype in flex.DTYPES:
+        reference.check(q, k, v, subtree_end, query_index)
+        return flex.tree_attention(q, k, v, subtree_end, scale, query_index)
     return reference.tree_attention(q, k, v, subtree_end, scale, query_index)
 
 

@@ -25,12 +25,13 @@ def tree_attention(
     query_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As ``ops.tree_attention``. Half precision is computed in float32; backward recomputes scores block by block."""
-    _check(q, k, v, subtree_end, query_index)
+    check(q, k, v, subtree_end, query_index)
     position = torch.arange(q.size(0), device=q.device) if query_index is None else query_index.long()
     return _TreeAttention.apply(q, k, v, subtree_end, position, float(scale))
 
 
-def _check(q, k, v, subtree_end, query_index) -> None:
+def check(q, k, v, subtree_end, query_index) -> None:
+    """Raises ValueError on wrong shapes and, on a CPU, on a broken forest."""
     same_length = query_index is not None or q.size(0) == k.size(0)
     if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or not same_length or q.size(2) != k.size(2):
         raise ValueError(
