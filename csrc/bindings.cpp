@@ -18,6 +18,9 @@ TORCH_LIBRARY(trace_megatron, m) {
   m.def(
       "cut_tree(Tensor offsets, Tensor parents, Tensor leaves, int tokens_per_bin, int num_ranks)"
       " -> (Tensor bin_of_leaf, Tensor rank_of_bin)");
+  m.def(
+      "prefix_attention(Tensor q, Tensor k, Tensor v, Tensor key_pages, Tensor value_pages, Tensor subtree_end,"
+      " Tensor page_table, Tensor items, Tensor key_tiles, int rows, float scale) -> Tensor");
   m.def("tree_block_mask(Tensor subtree_end, int block_size) -> Tensor[]");
   m.def(
       "allocate_roots(Tensor success_probs, Tensor budgets, Tensor offsets, int? max_rollouts, bool exact) -> Tensor");

@@ -4,6 +4,7 @@
 #include "ops.h"
 
 TORCH_LIBRARY_IMPL(trace_megatron, CUDA, m) {
+  m.impl("prefix_attention", &trace_megatron::cuda::prefix_attention);
   m.impl("tree_block_mask", &trace_megatron::cuda::tree_block_mask);
   m.impl("allocate_roots", &trace_megatron::cuda::allocate_roots);
   m.impl("allocate_prefixes", &trace_megatron::cuda::allocate_prefixes);

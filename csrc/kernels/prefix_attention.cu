@@ -17,7 +17,7 @@
 #include "primitives.cuh"
 
 namespace trace_megatron {
-namespace {
+namespace attention {
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarpSize;
@@ -348,15 +348,15 @@ cudaError_t launch_attention(const PrefixAttentionParams& p, cudaStream_t stream
                 {unsigned(kThreads)}, Tiles<kHeadDim, kRowTiles>::kBytes, stream, p);
 }
 
-}  // namespace
+}  // namespace attention
 
 extern "C" cudaError_t launch_prefix_attention(const PrefixAttentionParams* params, cudaStream_t stream) {
   const PrefixAttentionParams& p = *params;
   if (p.num_items == 0 || p.num_groups == 0) return cudaSuccess;
-  if (p.head_dim == 64 && p.rows == 64) return launch_attention<64, 1>(p, stream);
-  if (p.head_dim == 64 && p.rows == 128) return launch_attention<64, 2>(p, stream);
-  if (p.head_dim == 128 && p.rows == 64) return launch_attention<128, 1>(p, stream);
-  if (p.head_dim == 128 && p.rows == 128) return launch_attention<128, 2>(p, stream);
+  if (p.head_dim == 64 && p.rows == 64) return attention::launch_attention<64, 1>(p, stream);
+  if (p.head_dim == 64 && p.rows == 128) return attention::launch_attention<64, 2>(p, stream);
+  if (p.head_dim == 128 && p.rows == 64) return attention::launch_attention<128, 1>(p, stream);
+  if (p.head_dim == 128 && p.rows == 128) return attention::launch_attention<128, 2>(p, stream);
   return cudaErrorInvalidValue;
 }
 

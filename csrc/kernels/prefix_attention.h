@@ -2,9 +2,7 @@
 // heads, R = H / G, D head dim. Values are bfloat16, given as their bits; strides count elements.
 #pragma once
 
-#include <cstdint>
-
-#include "pointers.h"
+#include "launch.h"
 
 namespace trace_megatron {
 
@@ -32,5 +30,8 @@ struct PrefixAttentionParams {
 // An item is one block's work: rows of one prompt. Row token * R + r is query head r of a key/value head's R.
 //   first row, number of rows, tokens of their prefix, place of its pages in page_table, their key_tiles: from, to
 // Key tile t holds new tokens 64 t to 64 t + 63. An item lists every tile that one of its rows sees, its own included.
+
+// Deterministic. cudaErrorInvalidValue for other head dims or rows.
+extern "C" cudaError_t launch_prefix_attention(const PrefixAttentionParams* params, cudaStream_t stream);
 
 }  // namespace trace_megatron

@@ -3,10 +3,12 @@
 
 #include "cuda/allocate.cpp"
 #include "cuda/block_mask.cpp"
+#include "cuda/prefix_attention.cpp"
 #include "cuda/value_head.cpp"
 #include "kernels/allocate_prefixes.cu"
 #include "kernels/allocate_roots.cu"
 #include "kernels/allocate_table.cu"
+#include "kernels/prefix_attention.cu"
 #include "kernels/tree_block_mask.cu"
 #include "kernels/value_head.cu"
 #include "kernels/value_head_backward.cu"
@@ -16,6 +18,9 @@ cudaStream_t current_stream(at::Device) { return nullptr; }
 }  // namespace trace_megatron::cuda
 
 TORCH_LIBRARY(trace_megatron_simt, m) {
+  m.def(
+      "prefix_attention(Tensor q, Tensor k, Tensor v, Tensor key_pages, Tensor value_pages, Tensor subtree_end,"
+      " Tensor page_table, Tensor items, Tensor key_tiles, int rows, float scale) -> Tensor");
   m.def("tree_block_mask(Tensor subtree_end, int block_size) -> Tensor[]");
   m.def("allocate_roots(Tensor success_probs, Tensor budgets, Tensor offsets, int? max_rollouts, bool exact) -> Tensor");
   m.def("allocate_prefixes(Tensor repeat_probs, Tensor budgets, Tensor offsets) -> Tensor");
@@ -30,6 +35,7 @@ TORCH_LIBRARY(trace_megatron_simt, m) {
 }
 
 TORCH_LIBRARY_IMPL(trace_megatron_simt, CPU, m) {
+  m.impl("prefix_attention", &trace_megatron::cuda::prefix_attention);
   m.impl("tree_block_mask", &trace_megatron::cuda::tree_block_mask);
   m.impl("allocate_roots", &trace_megatron::cuda::allocate_roots);
   m.impl("allocate_prefixes", &trace_megatron::cuda::allocate_prefixes);

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from trace_megatron.ops import native
 from trace_megatron.ops.attention import tree_attention
 from trace_megatron.ops.prefix_plan import PAGE_TOKENS, PrefixPlan
 
@@ -47,8 +48,9 @@ def prefix_attention(
 
 def kernel_takes(q: torch.Tensor) -> bool:
     """Whether the CUDA kernel runs for queries like these."""
-    built = hasattr(torch.ops.trace_megatron, "prefix_attention")
-    return q.device.type == "cuda" and built and q.dtype == torch.bfloat16 and q.size(-1) in HEAD_DIMS
+    if q.device.type != "cuda" or q.dtype != torch.bfloat16 or q.size(-1) not in HEAD_DIMS:
+        return False
+    return native.has("prefix_attention", q.device)
 
 
 def _pack(new, pool, query_index, prefix_index, slots) -> torch.Tensor:
