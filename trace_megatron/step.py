@@ -14,6 +14,7 @@ import numpy as np
 
 from trace_megatron.algorithm.advantage import tree_advantages
 from trace_megatron.algorithm.pack import pack_micro_batches
+from trace_megatron.algorithm.scores import Scores, to_host
 from trace_megatron.algorithm.selectors import PromptHistory, Selector, root_view
 from trace_megatron.algorithm.summary import summarize_trees
 from trace_megatron.config import Config
@@ -146,10 +147,10 @@ def _push_to_all(parts: Parts, version: int) -> SyncStats:
 
 
 def _calibration(
-    candidates: Sequence[Prompt], root_probs_P: np.ndarray, trees: Sequence[RolloutTree]
+    candidates: Sequence[Prompt], root_probs_P: Scores, trees: Sequence[RolloutTree]
 ) -> PredictorDiagnostics:
     """The scores that the budget was spent by, beside what came of it."""
-    root_probs = {prompt.prompt_id: prob for prompt, prob in zip(candidates, root_probs_P, strict=True)}
+    root_probs = {prompt.prompt_id: prob for prompt, prob in zip(candidates, to_host(root_probs_P), strict=True)}
     return predictor_diagnostics(
         [root_probs[tree.prompt.prompt_id] for tree in trees], trees, [np.array(tree.prefix_probs) for tree in trees]
     )

@@ -40,9 +40,9 @@ def roots(trees):
 
 
 def score_histories(model, requests, tokens_per_forward, pages=None, keep=False):
-    scores = np.zeros(sum(len(anchors) for _, anchors in requests))
+    scores = torch.zeros(sum(len(anchors) for _, anchors in requests), dtype=torch.float64)
     score_paths(model, history_paths(requests), tokens_per_forward, scores, pages, keep)
-    return scores
+    return scores.numpy()
 
 
 def pages_for(model, max_bytes=1 << 24):

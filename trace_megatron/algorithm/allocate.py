@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
 
+from trace_megatron import ops
 from trace_megatron.algorithm.contrast import checked_probs
+from trace_megatron.algorithm.scores import Scores, to_host
 
 _FIRST_WIDTH = 8  # units per row looked at first; rows that take them all are looked at further
 _AUTHORS_TOLERANCE = 1e-12  # of the reference solver: an entry must be better by more to replace a smaller count
@@ -21,7 +24,7 @@ Marginals = Callable[[np.ndarray, int, int], np.ndarray]
 
 
 def allocate_roots(
-    success_probs: ArrayLike,
+    success_probs: ArrayLike | Scores,
     budget: int,
     *,
     max_rollouts: int | None = None,
@@ -33,8 +36,15 @@ def allocate_roots(
     ``success_probs`` [P] in [0, 1]; m_i is 0 or from 2 to ``max_rollouts`` (None: no cap). ``exact``: the sum is
     ``budget``; otherwise at most, and units of zero value are not spent. ``costs`` [P] > 0, expected tokens of one
     rollout of each prompt: value per token decides, and about as many tokens are spent as by ``budget`` rollouts of
-    mean cost (greedy: optimal up to one unit). Raises ValueError where the budget is infeasible.
+    mean cost (greedy: optimal up to one unit). A tensor is allocated on its device, and the counts alone are copied;
+    with ``costs`` it comes to the CPU. Raises ValueError where the budget is infeasible.
     """
+    if isinstance(success_probs, torch.Tensor):
+        if costs is None:
+            check_root_budget(success_probs.numel(), budget, max_rollouts, exact=exact)
+            units = success_probs.new_full((1,), budget, dtype=torch.int64)
+            return _copied(ops.allocate_roots(success_probs, units, max_rollouts=max_rollouts, exact=exact))
+        success_probs = to_host(success_probs)
     v = checked_probs("success_probs", success_probs)
     if v.ndim != 1:
         raise ValueError(f"expected success_probs [P], found shape {list(v.shape)}")
@@ -52,12 +62,17 @@ def allocate_roots(
     return _close_hole(counts, hull, limit, exact)
 
 
-def allocate_prefixes(repeat_probs: ArrayLike, budget: int, *, costs: ArrayLike | None = None) -> np.ndarray:
+def allocate_prefixes(repeat_probs: ArrayLike | Scores, budget: int, *, costs: ArrayLike | None = None) -> np.ndarray:
     """Continuations K per anchor, int64 [A], that sum to ``budget`` and maximise sum 1 - q^K.
 
     arXiv 2606.11119, stage 2. ``repeat_probs`` [A] in [0, 1]. ``costs`` [A] > 0, expected tokens of one continuation:
     as in ``allocate_roots``. Raises ValueError for a budget without anchors.
     """
+    if isinstance(repeat_probs, torch.Tensor):
+        if costs is None:
+            _check_count("budget", budget)
+            return _copied(ops.allocate_prefixes(repeat_probs, repeat_probs.new_full((1,), budget, dtype=torch.int64)))
+        repeat_probs = to_host(repeat_probs)
     q = checked_probs("repeat_probs", repeat_probs)
     if q.ndim != 1:
         raise ValueError(f"expected repeat_probs [A], found shape {list(q.shape)}")
@@ -125,6 +140,12 @@ def check_root_budget(num_prompts: int, budget: int, max_rollouts: int | None, *
         )
     if max_rollouts == 2 and budget % 2:
         raise ValueError(f"expected an even budget where max_rollouts is 2, found {budget}")
+
+
+def _copied(counts: torch.Tensor) -> np.ndarray:
+    counts = counts.cpu()
+    ops.check_counts(counts)
+    return counts.numpy()
 
 
 class _HullMarginals:

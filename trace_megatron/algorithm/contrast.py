@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike
+
+from trace_megatron.algorithm.scores import Scores, like
 
 
 def mixed_prob(success_prob: ArrayLike, num_rollouts: ArrayLike) -> np.ndarray:
@@ -31,12 +34,16 @@ def flip_prob(repeat_prob: ArrayLike, num_continuations: ArrayLike) -> np.ndarra
     return (flipped + 0.0)[()]  # no negative zero
 
 
-def repeat_prob(reward: ArrayLike, success_prob: ArrayLike) -> np.ndarray:
+def repeat_prob(reward: ArrayLike, success_prob: ArrayLike | Scores) -> Scores:
     """Chance q = r V + (1 - r) (1 - V) that a fresh continuation repeats the factual ending of reward r.
 
-    Arrays broadcast. Raises ValueError unless both lie in [0, 1]. arXiv 2606.11119, stage 2.
+    Arrays broadcast. Raises ValueError unless both lie in [0, 1]; of scores on a GPU only their allocator can see it.
+    arXiv 2606.11119, stage 2.
     """
     r = checked_probs("reward", reward)
+    if isinstance(success_prob, torch.Tensor):
+        r = like(r, success_prob)
+        return r * success_prob + (1.0 - r) * (1.0 - success_prob)
     v = checked_probs("success_prob", success_prob)
     return r * v + (1.0 - r) * (1.0 - v)
 

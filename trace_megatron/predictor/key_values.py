@@ -12,13 +12,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedConfig
 
 from trace_megatron.ops import PAGE_TOKENS, PrefixPlan, prefix_attention
 from trace_megatron.predictor.pack import HistoryBatch, Page
 from trace_megatron.predictor.prefixes import find_computed
+
+if TYPE_CHECKING:  # the scorer needs torch alone
+    from transformers import PreTrainedConfig
 
 
 class KeyValuePages:

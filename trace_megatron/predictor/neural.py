@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from trace_megatron.algorithm.scores import Scores, as_scores
 from trace_megatron.algorithm.tree import prefix_anchors
 from trace_megatron.config import PredictorConfig
 from trace_megatron.predictor.checkpoint import load_training_state, save_training_state
@@ -53,13 +54,13 @@ class NeuralPredictor:
 
     # What the driver calls.
 
-    def score_roots(self, prompts: Sequence[Prompt]) -> np.ndarray:
+    def score_roots(self, prompts: Sequence[Prompt]) -> Scores:
         return self._score([(RolloutTree(prompt, ()), (ROOT,)) for prompt in prompts], keep=True)
 
-    def score_prefixes(self, tree: RolloutTree) -> np.ndarray:
+    def score_prefixes(self, tree: RolloutTree) -> Scores:
         return self._score([(tree, prefix_anchors(tree))])
 
-    def score_prefixes_many(self, trees: Sequence[RolloutTree]) -> list[np.ndarray]:
+    def score_prefixes_many(self, trees: Sequence[RolloutTree]) -> list[Scores]:
         requests = [(tree, prefix_anchors(tree)) for tree in trees]
         bounds = np.cumsum([0, *(len(anchors) for _, anchors in requests)])
         scores = self._score(requests)
@@ -118,18 +119,20 @@ class NeuralPredictor:
         values = np.zeros(0) if targets is None else targets
         self._replicas.send(arguments, [*as_tensors(paths), torch.from_numpy(values)])
 
-    def _score(self, requests: Sequence[Request], keep: bool = False) -> np.ndarray:
+    def _score(self, requests: Sequence[Request], keep: bool = False) -> Scores:
         paths = history_paths(requests)
         with self._lock:
             self._send({"call": "score", "keep": keep}, paths)
-            return self._score_share(paths, keep)
+            return as_scores(self._score_share(paths, keep))
 
-    def _score_share(self, paths: Sequence[HistoryPath], keep: bool) -> np.ndarray:
-        """Scores of all paths' rows; this rank computes its share."""
-        scores = np.zeros(sum(len(path.rows) for path in paths))
+    def _score_share(self, paths: Sequence[HistoryPath], keep: bool) -> torch.Tensor:
+        """Scores of all paths' rows, on the model's device; this rank computes its share."""
+        scores = torch.zeros(sum(len(path.rows) for path in paths), dtype=torch.float64, device=self._model.device)
         mine = self._shares.mine(paths, self._replicas.rank)
         score_paths(self._model, mine, self._config.tokens_per_forward, scores, self._pages, keep)
-        return self._summed(scores)
+        if self._replicas.size > 1:
+            self._replicas.add(scores)
+        return scores
 
     def _update(
         self, paths: Sequence[HistoryPath], targets: np.ndarray, epochs: Sequence[Sequence[Sequence[int]]]
@@ -141,7 +144,7 @@ class NeuralPredictor:
         if not paths:
             return None, None, 0
         sums = self._summed(np.array([self._train_epoch(paths, targets, batches) for batches in epochs]))
-        scores = self._score_share(paths, keep=False)
+        scores = self._score_share(paths, keep=False).cpu().numpy()
         self._shares.forget()
         return sums[0, 0] / len(paths), float(np.mean((scores - targets) ** 2)), int(sums[0, 1])
 

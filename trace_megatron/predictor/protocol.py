@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
+from trace_megatron.algorithm.scores import Scores
 from trace_megatron.types import Prompt, RolloutTree
 
 
@@ -34,15 +33,15 @@ class PredictorStats:
 class Predictor(Protocol):
     """Scores roots and prefixes alike, and learns from finished trees. Safe to call from several threads."""
 
-    def score_roots(self, prompts: Sequence[Prompt]) -> np.ndarray:
+    def score_roots(self, prompts: Sequence[Prompt]) -> Scores:
         """[P] float64, from at least float32 arithmetic: coarser scores tie, and ties decide the allocation."""
         ...
 
-    def score_prefixes(self, tree: RolloutTree) -> np.ndarray:
+    def score_prefixes(self, tree: RolloutTree) -> Scores:
         """[A] float64 in the order of ``algorithm.tree.prefix_anchors(tree)``."""
         ...
 
-    def score_prefixes_many(self, trees: Sequence[RolloutTree]) -> list[np.ndarray]:
+    def score_prefixes_many(self, trees: Sequence[RolloutTree]) -> list[Scores]:
         """``score_prefixes`` of every tree, packed together."""
         ...
 
@@ -66,7 +65,7 @@ class TimedScores:
         self._predictor = predictor
         self._seconds = 0.0
 
-    def __call__(self, trees: Sequence[RolloutTree]) -> list[np.ndarray]:
+    def __call__(self, trees: Sequence[RolloutTree]) -> list[Scores]:
         start_s = time.perf_counter()
         scores = self._predictor.score_prefixes_many(trees)
         self._seconds += time.perf_counter() - start_s

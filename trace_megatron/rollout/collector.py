@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from trace_megatron.algorithm.scores import Scores
 from trace_megatron.algorithm.selectors import PrefixView, Selector, fallback_rollouts, prefix_view
 from trace_megatron.algorithm.tree import prefix_anchors
 from trace_megatron.config import RolloutConfig
@@ -23,7 +24,7 @@ from trace_megatron.rollout.episode import Episode, EpisodeRunner, Visit
 from trace_megatron.rollout.seeds import request_seed
 from trace_megatron.types import ROOT, Anchor, Prompt, Rollout, RolloutTree
 
-ScorePrefixes = Callable[[Sequence[RolloutTree]], Sequence[np.ndarray]]
+ScorePrefixes = Callable[[Sequence[RolloutTree]], Sequence[Scores]]
 """Trees -> per tree, V of ``prefix_anchors(tree)``, [A]. Called in a thread, with all trees that wait for scores."""
 Progress = Callable[[int, int], None]
 """Called with (rollouts done, rollouts planned)."""
@@ -82,7 +83,7 @@ class Collector:
             return _grown(tree, more)
         scores = await scorer.score(tree) if self._selector.needs_prefix_scores else None
         more = await self._play_continuations(prefix_view(tree, scores), tree.prompt, bare, budget, batch)
-        return _grown(tree, more, () if scores is None else tuple(map(float, scores)))
+        return _grown(tree, more, () if scores is None else tuple(scores.tolist()))
 
     async def _play_continuations(
         self, view: PrefixView, prompt: Prompt, bare: Sequence[Episode], budget: int, batch: _Batch
@@ -161,11 +162,11 @@ class _BatchedScorer:
 
     def __init__(self, score_prefixes: ScorePrefixes) -> None:
         self._score_prefixes = score_prefixes
-        self._waiting: list[tuple[RolloutTree, asyncio.Future[np.ndarray]]] = []
+        self._waiting: list[tuple[RolloutTree, asyncio.Future[Scores]]] = []
         self._turn = asyncio.Lock()
 
-    async def score(self, tree: RolloutTree) -> np.ndarray:
-        scores: asyncio.Future[np.ndarray] = asyncio.get_running_loop().create_future()
+    async def score(self, tree: RolloutTree) -> Scores:
+        scores: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
         self._waiting.append((tree, scores))
         async with self._turn:
             if not scores.done():
@@ -174,7 +175,7 @@ class _BatchedScorer:
                 await self._score_batch(batch)
         return await scores
 
-    async def _score_batch(self, batch: Sequence[tuple[RolloutTree, asyncio.Future[np.ndarray]]]) -> None:
+    async def _score_batch(self, batch: Sequence[tuple[RolloutTree, asyncio.Future[Scores]]]) -> None:
         try:
             results = await asyncio.to_thread(self._score_prefixes, [tree for tree, _ in batch])
             for (_, scores), result in zip(batch, results, strict=True):

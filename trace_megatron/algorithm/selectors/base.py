@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
 
+from trace_megatron.algorithm.scores import Scores
 from trace_megatron.algorithm.tree import CONTINUATION_UNITS, prefix_anchors
 from trace_megatron.errors import UserError
 from trace_megatron.types import Anchor, Prompt, RolloutTree
@@ -32,7 +34,7 @@ class RootView:
 
     prompt_ids: tuple[str, ...]
     """[P]"""
-    success_probs: np.ndarray
+    success_probs: Scores
     """[P] float64, the predictor's V; 1/2 where nobody was asked."""
     success_rates: np.ndarray
     """[P] float64, mean reward of the bare rollouts at the last visit; NaN for a task not visited yet."""
@@ -46,7 +48,7 @@ class PrefixView:
 
     anchors: tuple[Anchor, ...]
     """[A] rollout by rollout."""
-    success_probs: np.ndarray
+    success_probs: Scores
     """[A] float64, the predictor's V(H); 1/2 where nobody was asked."""
     rewards: np.ndarray
     """[A] float64, what the prefix's own rollout earned."""
@@ -55,7 +57,7 @@ class PrefixView:
 
 
 def root_view(
-    prompts: Sequence[Prompt], success_probs: np.ndarray | None = None, history: PromptHistory | None = None
+    prompts: Sequence[Prompt], success_probs: Scores | None = None, history: PromptHistory | None = None
 ) -> RootView:
     """The view of candidate prompts; ``success_probs`` [P]."""
     unknown = np.full(len(prompts), np.nan)
@@ -67,7 +69,7 @@ def root_view(
     )
 
 
-def prefix_view(tree: RolloutTree, success_probs: np.ndarray | None = None) -> PrefixView:
+def prefix_view(tree: RolloutTree, success_probs: Scores | None = None) -> PrefixView:
     """The view of ``prefix_anchors(tree)``; ``success_probs`` [A] in that order."""
     anchors = prefix_anchors(tree)
     rollouts = [tree.rollouts[anchor.rollout] for anchor in anchors]
@@ -186,10 +188,11 @@ def parse_options(cls: type[OptionsT], options: Mapping[str, Any], selector: str
     return cls(**options)
 
 
-def _probs(success_probs: np.ndarray | None, size: int) -> np.ndarray:
+def _probs(success_probs: Scores | None, size: int) -> Scores:
     if success_probs is None:
         return np.full(size, 0.5)
-    probs = np.asarray(success_probs, dtype=np.float64)
+    on_device = isinstance(success_probs, torch.Tensor)
+    probs = success_probs.double() if on_device else np.asarray(success_probs, dtype=np.float64)
     if probs.shape != (size,):
         raise ValueError(f"expected {size} success probabilities, found shape {list(probs.shape)}")
     return probs

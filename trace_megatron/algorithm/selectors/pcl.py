@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trace_megatron.algorithm.scores import to_host
 from trace_megatron.algorithm.selectors.base import (
     RootView,
     Selector,
@@ -39,7 +40,7 @@ class PCLSelector(Selector):
 
     def select_roots(self, view: RootView, budget: int, rng: np.random.Generator) -> np.ndarray:
         order = rng.permutation(len(view.prompt_ids))  # equally near ones are drawn at random
-        nearest = order[np.argsort(np.abs(view.success_probs[order] - 0.5), kind="stable")][: self.num_kept]
+        nearest = order[np.argsort(np.abs(to_host(view.success_probs)[order] - 0.5), kind="stable")][: self.num_kept]
         counts = np.zeros(len(view.prompt_ids), dtype=np.int64)
         counts[nearest] = spread_evenly(budget, nearest.size)
         return counts

@@ -9,6 +9,7 @@ import numpy as np
 
 from trace_megatron.algorithm.allocate import allocate_prefixes, allocate_roots, check_root_budget
 from trace_megatron.algorithm.contrast import repeat_prob
+from trace_megatron.algorithm.scores import like
 from trace_megatron.algorithm.selectors.base import (
     PrefixView,
     RootView,
@@ -62,7 +63,11 @@ class TraceSelector(Selector):
         costs = _known_or_mean(view.rollout_tokens)[order] if self.options.cost == "tokens" else None
         counts = np.zeros(num_prompts, dtype=np.int64)
         counts[order] = allocate_roots(
-            view.success_probs[order], budget, max_rollouts=self.max_rollouts, exact=self.exact, costs=costs
+            view.success_probs[like(order, view.success_probs)],
+            budget,
+            max_rollouts=self.max_rollouts,
+            exact=self.exact,
+            costs=costs,
         )
         return counts
 
@@ -70,7 +75,7 @@ class TraceSelector(Selector):
         if self.options.prefix == "uniform":
             return spread_over_rollouts(view, budget, rng)
         order = rng.permutation(len(view.anchors))
-        repeats = repeat_prob(view.rewards, view.success_probs)[order]
+        repeats = repeat_prob(view.rewards, view.success_probs)[like(order, view.success_probs)]
         costs = np.maximum(view.remaining_tokens, 1.0)[order] if self.options.cost == "tokens" else None
         counts = np.zeros(len(view.anchors), dtype=np.int64)
         counts[order] = allocate_prefixes(repeats, budget, costs=costs)
