@@ -94,7 +94,15 @@ def _engine() -> Finding:
 
 def _native() -> Finding:
     if native.AVAILABLE:
-        return Finding(Verdict.OK, "native ops", f"built; {torch.backends.cpu.get_cpu_capability()}")
+        if torch.cuda.is_available() and not native.has("allocate_roots", torch.device("cuda")):
+            return Finding(
+                Verdict.NOTE,
+                "native ops",
+                "built for the CPU alone, references run on the GPU: with the toolkit of torch's CUDA in CUDA_HOME, "
+                "TRACE_BUILD=cuda pip install --no-build-isolation -e .",
+            )
+        devices = "CPU and GPU" if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
+        return Finding(Verdict.OK, "native ops", f"built; {devices}")
     return Finding(
         Verdict.NOTE, "native ops", "not built, references run: TRACE_BUILD=cpu pip install --no-build-isolation -e ."
     )

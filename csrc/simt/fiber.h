@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <vector>
 
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) || defined(SIMT_UCONTEXT)
 #include <ucontext.h>
 #endif
 
@@ -17,7 +17,7 @@ namespace simt {
 constexpr size_t kStackBytes = 64 * 1024;
 constexpr uint64_t kCanary = 0x5ca1ab1e0ddba11;
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(SIMT_UCONTEXT)
 // Saves the callee-saved registers and the stack pointer in *from, continues at `to`.
 [[gnu::naked, gnu::noinline]] inline void switch_stack(void** /*from*/, void* /*to*/) {
   asm("pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from trace_megatron.ops import allocate_prefixes, allocate_roots, allocate_table, native
+from trace_megatron.ops import allocate_prefixes, allocate_roots, allocate_table, check_counts, native
 from trace_megatron.ops.reference import allocate as reference
 
 BUILDS = [False, pytest.param(True, marks=pytest.mark.skipif(not native.AVAILABLE, reason="not built"))]
@@ -179,6 +179,13 @@ def test_native_checks_beyond_the_references():
         allocate_prefixes(torch.ones(2), torch.tensor([2**32]))
     with pytest.raises(ValueError, match="found 4294967296"):
         allocate_table(torch.zeros(1, 1, dtype=torch.float64), 2**32)
+
+
+def test_counts_of_wrong_values_are_told():
+    check_counts(torch.tensor([0, 3]))
+    check_counts(torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(ValueError, match="found none of entry 1 of 3 allocated on the GPU: allocate on the CPU"):
+        check_counts(torch.tensor([2, -1, -1]))
 
 
 @pytest.mark.skipif(not native.AVAILABLE, reason="not built")

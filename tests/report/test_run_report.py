@@ -111,6 +111,15 @@ def test_the_doctor_names_what_is_wrong(monkeypatch):
     assert {findings[name].verdict for name in ("native ops", "sandbox")} == {doctor.Verdict.NOTE}
 
 
+def test_the_doctor_names_ops_that_the_gpu_lacks(monkeypatch):
+    monkeypatch.setattr(doctor.native, "AVAILABLE", True)
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+    for built, verdict in ((True, doctor.Verdict.OK), (False, doctor.Verdict.NOTE)):
+        monkeypatch.setattr(doctor.native, "has", lambda op, device, built=built: built)
+        finding = doctor._native()
+        assert finding.verdict is verdict and ("TRACE_BUILD=cuda" in finding.text) is not built
+
+
 def test_the_doctor_as_a_command(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("policy: {model: nowhere}\n")
