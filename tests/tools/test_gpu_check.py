@@ -26,6 +26,8 @@ from gpu_checks.results import (  # noqa: E402
     summary,
 )
 
+from trace_megatron.config import load_config  # noqa: E402
+
 
 def fail():
     raise ValueError("expected 1,\n found 2")
@@ -127,8 +129,15 @@ def test_cases_of_the_system_part_end_with_their_families(tmp_path):
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("colocated", [False, True])
+def test_the_step_s_configuration_is_one(colocated, tmp_path):
+    settings = system.step_settings(tmp_path, str(tmp_path), colocated)
+    config = load_config(ROOT / "configs/quickstart.yaml", settings)
+    assert config.engine.colocated is colocated and config.run.output_dir == str(tmp_path) and config.run.steps == 1
+
+
 def test_a_missing_model_or_second_gpu_skips(tmp_path):
     for check in system.system_checks(tmp_path):
-        if check.name.endswith(("wakes", "step", "nccl")):
+        if check.name.endswith(("wakes", "step", "turns", "nccl")):
             with pytest.raises(SkippedError, match="needs an"):
                 check.run()

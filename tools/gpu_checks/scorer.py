@@ -18,8 +18,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trace_megatron.algorithm.allocate import allocate_prefixes, allocate_roots
+from trace_megatron.algorithm.allocate import allocate_prefixes
 from trace_megatron.algorithm.scores import to_host
+from trace_megatron.algorithm.selectors import prefix_view, root_view
+from trace_megatron.algorithm.selectors.trace import TraceSelector
 from trace_megatron.algorithm.tree import prefix_anchors
 from trace_megatron.types import ROOT, Prompt, Rollout, RolloutStatus, RolloutTree, Task, Turn
 
@@ -141,16 +143,31 @@ def check_scores(device: torch.device, num_trees: int) -> Outcome:
 
 
 def check_plans(device: torch.device, num_trees: int) -> Outcome:
-    """Plans made where the scores are, against plans of the same scores in NumPy."""
-    roots, prefixes = _requests(random_trees(num_trees, np.random.default_rng(2)))
+    """TRACE's plans made where the scores are, against its plans of the same scores in NumPy."""
+    trees = random_trees(num_trees, np.random.default_rng(2))
+    roots, prefixes = _requests(trees)
     backbone, pages = Backbone(torch.bfloat16, device), _pages(torch.bfloat16, device)
     root_scores, prefix_scores = score(backbone, roots, pages, True), score(backbone, prefixes, pages, False)
-    budget = 2 * num_trees
-    assert np.array_equal(allocate_roots(root_scores, budget), allocate_roots(to_host(root_scores), budget)), "roots"
-    assert np.array_equal(
-        allocate_prefixes(prefix_scores, budget), allocate_prefixes(to_host(prefix_scores), budget)
-    ), "prefixes"
-    return Outcome(f"{len(roots)} roots, {prefix_scores.numel()} prefixes, {budget} units each")
+    selector, prompts, budget = TraceSelector(_budget(num_trees), {}), [tree.prompt for tree in trees], 2 * num_trees
+    plans = [
+        selector.select_roots(root_view(prompts, scores), budget, np.random.default_rng(0))
+        for scores in (root_scores, to_host(root_scores))
+    ]
+    assert plans[0].tolist() == plans[1].tolist(), "the plans of the roots differ"
+    sizes = [len(anchors) for _, anchors in prefixes]
+    for tree, scores in zip(trees, prefix_scores.split(sizes), strict=True):
+        plans = [
+            selector.select_prefixes(prefix_view(tree, some), 12, np.random.default_rng(0))
+            for some in (scores, to_host(scores))
+        ]
+        assert plans[0].tolist() == plans[1].tolist(), f"the plans of prompt {tree.prompt.prompt_id} differ"
+    return Outcome(f"{len(roots)} prompts for {budget} units, {sum(sizes)} prefixes for 12 each prompt")
+
+
+def _budget(num_prompts: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        candidates=num_prompts, rollouts=2 * num_prompts, continuations=4, max_rollouts_per_prompt=0, exact=True
+    )
 
 
 def check_copies(device: torch.device, num_trees: int) -> Outcome:

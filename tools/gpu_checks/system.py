@@ -42,7 +42,8 @@ def system_checks(model: Path) -> list[Check]:
             Check(f"system: weights live by {backend}", functools.partial(check_sync, backend))
             for backend in ("trace_megatron_shared_memory", "ipc", "nccl")
         ),
-        Check("system: one TRACE step", functools.partial(check_step, model)),
+        Check("system: one TRACE step", functools.partial(check_step, model, False)),
+        Check("system: one TRACE step, engine and trainer in turns", functools.partial(check_step, model, True)),
     ]
 
 
@@ -66,11 +67,22 @@ def check_sync(backend: str) -> Outcome:
     return Outcome(run_case([str(_CASES / "sync_case.py"), backend], 600.0))
 
 
-def check_step(model: Path) -> Outcome:
+def step_settings(model: Path, folder: str, colocated: bool) -> list[str]:
+    """What ``trace-megatron train -c configs/quickstart.yaml`` is called with."""
+    own = {
+        "policy.model": model,
+        "predictor.model": model,
+        "run.output_dir": folder,
+        "engine.colocated": str(colocated).lower(),
+    }
+    return [f"{name}={value}" for name, value in (_STEP | own).items()]
+
+
+def check_step(model: Path, colocated: bool) -> Outcome:
+    """``colocated``: the engine sleeps while the trainer trains."""
     _need_model(model)
     with tempfile.TemporaryDirectory() as folder:
-        overrides = _STEP | {"policy.model": model, "predictor.model": model, "run.output_dir": folder}
-        settings = [f"{name}={value}" for name, value in overrides.items()]
+        settings = step_settings(model.resolve(), folder, colocated)
         config = str(ROOT / "configs/quickstart.yaml")
         run_case(["-m", "trace_megatron.cli", "train", "-c", config, *settings], 1200.0)
         metrics = list(Path(folder).rglob("metrics.jsonl"))
