@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from tiny_models import write_tiny_model
 
+from trace_megatron.algorithm.tree import prefix_anchors
 from trace_megatron.ops import PrefixPlan
 from trace_megatron.ops import prefix_attention as attend
 from trace_megatron.ops.prefix_plan import PrefixLayout
+from trace_megatron.predictor.key_values import KeyValuePages
+from trace_megatron.predictor.model import load_value_model
+from trace_megatron.predictor.pack import history_paths
+from trace_megatron.predictor.score import score_paths
+from trace_megatron.types import ROOT, Prompt, Rollout, RolloutStatus, RolloutTree, Task, Turn
 
 from .test_binding import ops
 from .test_prefix_attention import HALF_UNIT, dense, make_inputs, make_layout
@@ -86,3 +95,41 @@ def test_wrong_arguments_are_named_before_any_launch():
     ]:
         with pytest.raises((ValueError, NotImplementedError), match=f"expected .*{message}|Meta"):
             ops().prefix_attention(**(good | change))
+
+
+def test_the_predictor_scores_through_the_kernel(tmp_path, monkeypatch, request):
+    """Prompts known from pages, prefixes on top: the kernel against its twin, in bfloat16 both."""
+    folder = write_tiny_model(tmp_path / "model", num_layers=2, head_dim=64)
+    model = load_value_model(folder, dtype="bfloat16")
+    rng = np.random.default_rng(1)
+
+    def ids(size):
+        return tuple(rng.integers(1, 60, size).tolist())
+
+    trees = []
+    for index in range(2):
+        turns = [Turn(ids(3), (-0.5,) * 3, ids(2), 0) for _ in range(3)]
+        rollouts = tuple(Rollout(ROOT, tuple(turns[:count]), 1.0, RolloutStatus.FINISHED) for count in (2, 3))
+        trees.append(RolloutTree(Prompt(f"p{index}", Task("t", (), {}), ids(20 + index)), rollouts))
+    requests = [(RolloutTree(tree.prompt, ()), (ROOT,)) for tree in trees]
+    prefixes = [(tree, prefix_anchors(tree)) for tree in trees]
+
+    def scores():
+        pages = KeyValuePages(model.backbone.config, model.product_dtype, model.device, 1 << 22)
+        found = []
+        for asked, keep in ((requests, True), (prefixes, False)):
+            found.append(torch.zeros(sum(len(anchors) for _, anchors in asked), dtype=torch.float64))
+            score_paths(model, history_paths(asked), 1000, found[-1], pages, keep)
+        assert len(pages) == 2
+        return torch.cat(found)
+
+    twin = scores()
+    request.getfixturevalue("on_the_runner")
+    launches = []
+    run = ops().prefix_attention
+    counted = SimpleNamespace(prefix_attention=lambda *inputs: launches.append(1) or run(*inputs))
+    monkeypatch.setattr(torch.ops, "trace_megatron", counted)
+    kernel = scores()
+    assert len(launches) == 2 * 2  # layers, passes
+    assert float(twin.std()) > 1e-3
+    torch.testing.assert_close(kernel, twin, rtol=0, atol=5e-3)
