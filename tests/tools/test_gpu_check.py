@@ -99,6 +99,27 @@ def test_a_failed_check_is_exit_code_1(monkeypatch, tmp_path):
     assert gpu_check.main(["kernels", "--device", "cpu", "--out", str(tmp_path / "report.json")]) == 1
 
 
+def test_the_build_is_asked_for_this_gpu_and_says_what_failed(monkeypatch):
+    calls = []
+
+    def run(command, **options):
+        calls.append((command, options))
+        return subprocess.CompletedProcess(command, 1, "", "no such header")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(gpu_check.subprocess, "run", run)
+    monkeypatch.setattr(gpu_check.compile_kernels, "find_nvcc", lambda: "/toolkit/bin/nvcc")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    with pytest.raises(RuntimeError, match="no such header"):
+        gpu_check.build_extension(torch.device("cuda"))
+    ((command, options),) = calls
+    wanted = {"TRACE_BUILD": "cuda", "CUDA_HOME": "/toolkit", "TORCH_CUDA_ARCH_LIST": "9.0"}
+    assert command[1:] == ["setup.py", "build_ext", "--inplace"] and wanted.items() <= options["env"].items()
+    monkeypatch.setattr(gpu_check.compile_kernels, "find_nvcc", lambda: None)
+    with pytest.raises(RuntimeError, match=r"expected nvcc .*, found none: pip install --no-deps -r requirements-nvcc"):
+        gpu_check.build_extension(torch.device("cuda"))
+
+
 def test_floors():
     peak = floors.peak_of("NVIDIA H200 NVL")
     assert floors.floor_ms(4.8e9, 0, peak) == pytest.approx(1.0)

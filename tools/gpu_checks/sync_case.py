@@ -7,6 +7,7 @@ transformers on what the policy exports.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -38,6 +39,8 @@ def run_rank(backend: str, folder: Path) -> None:
     config = PolicyConfig(model=str(folder / "new"), dtype="float32")
     with Policy(config, OptimizerConfig(), LossConfig()) as policy:
         policy.export_hf(folder / "export")
+        if backend == "nccl":  # wants engine and trainer on devices of their own; this process has taken the first
+            os.environ["CUDA_VISIBLE_DEVICES"] = "1"
         asyncio.run(push(policy, backend, folder))
 
 
