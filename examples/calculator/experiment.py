@@ -1,9 +1,10 @@
-"""Runs of the calculator task side by side: every variant, every seed, one engine for all.
+"""Runs side by side: every variant, every seed, one engine for all.
 
-    python examples/calculator/experiment.py compare|ablate [--seeds 5] [section.key=value ...]
+    python examples/calculator/experiment.py compare|ablate|reasoning-gym [--seeds 5] [section.key=value ...]
 
-``compare``: grpo, pcl, treepo and trace at one budget. ``ablate``: the stages of TRACE, budget shapes, predictors,
-target modes. Runs go to runs/calculator/; finished ones are left alone, an interrupted one starts again, so the command
+``compare``: grpo, pcl, treepo and trace at one budget on the calculator task. ``ablate``: the stages of TRACE, budget
+shapes, predictors, target modes. ``reasoning-gym``: grpo, treepo and trace with SmolLM2-135M. Runs go to
+runs/calculator/ and runs/reasoning-gym/; finished ones are left alone, an interrupted one starts again, so the command
 can be repeated until all are done. Then: python examples/calculator/results.py
 """
 
@@ -14,7 +15,7 @@ import asyncio
 import shutil
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trace_megatron.checks import check_config
@@ -28,7 +29,8 @@ from trace_megatron.run_folder import RunFolder
 from trace_megatron.sampling import Sampling, open_sampling
 from trace_megatron.train import build_parts, build_policy, drive
 
-CONFIG = Path(__file__).with_name("config.yaml")
+CALCULATOR = Path(__file__).with_name("config.yaml")
+REASONING_GYM = Path(__file__).parents[1] / "reasoning_gym" / "config.yaml"
 
 COMPARED = {
     "grpo": ("method.selector=uniform", "method.advantage=grpo", "budget.candidates=16", "predictor.kind=none"),
@@ -48,17 +50,36 @@ ABLATED = {
     "bare-mean": ("predictor.target_mode=bare_mean",),
     "path-uniform": ("predictor.target_mode=path_uniform",),
 }
-SUITES = {"compare": (COMPARED, 5), "ablate": (ABLATED, 3)}
+REASONING = {
+    "grpo": ("method.selector=uniform", "method.advantage=grpo", "budget.candidates=8", "predictor.kind=none"),
+    "treepo": ("method.selector=treepo", "predictor.kind=none"),
+    "trace": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    config: Path
+    variants: dict[str, tuple[str, ...]]
+    """Name -> what it changes."""
+    num_seeds: int
+
+
+SUITES = {
+    "compare": Suite(CALCULATOR, COMPARED, 5),
+    "ablate": Suite(CALCULATOR, ABLATED, 3),
+    "reasoning-gym": Suite(REASONING_GYM, REASONING, 2),
+}
 
 
 def main() -> None:
     options = parse_options()
-    variants, num_seeds = SUITES[options.suite]
+    suite = SUITES[options.suite]
     configs = [
         config
-        for seed in range(options.seeds or num_seeds)
-        for name, changes in variants.items()
-        if not is_finished(config := configure(name, changes, seed, options.overrides))
+        for seed in range(options.seeds or suite.num_seeds)
+        for name in suite.variants
+        if not is_finished(config := configure(suite, name, seed, options.overrides))
     ]
     for config in configs:
         check_config(config)
@@ -80,8 +101,9 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_intermixed_args(arguments)
 
 
-def configure(name: str, changes: tuple[str, ...], seed: int, overrides: list[str]) -> Config:
-    return load_config(CONFIG, [*changes, *overrides, f"run.seed={seed}", f"run.name={name}-s{seed}"])
+def configure(suite: Suite, name: str, seed: int, overrides: list[str]) -> Config:
+    changes = suite.variants[name]
+    return load_config(suite.config, [*changes, *overrides, f"run.seed={seed}", f"run.name={name}-s{seed}"])
 
 
 def is_finished(config: Config) -> bool:

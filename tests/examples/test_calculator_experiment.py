@@ -1,6 +1,7 @@
 """The calculator experiment's configurations: all resolve, and the compared methods spend the same units."""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from trace_megatron.errors import UserError
 SCRIPT = Path(__file__).parents[2] / "examples" / "calculator" / "experiment.py"
 spec = importlib.util.spec_from_file_location("calculator_experiment", SCRIPT)
 experiment = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = experiment  # its dataclasses look themselves up
 spec.loader.exec_module(experiment)
+COMPARE, ABLATE = experiment.SUITES["compare"], experiment.SUITES["ablate"]
 
 
 def units(config) -> float:
@@ -21,29 +24,33 @@ def units(config) -> float:
     return selector.root_budget + CONTINUATION_UNITS * selector.prefix_budget(selector.root_budget)
 
 
-def test_compared_methods_spend_the_same_units():
-    configs = {name: experiment.configure(name, changes, 0, []) for name, changes in experiment.COMPARED.items()}
-    assert {name: units(config) for name, config in configs.items()} == dict.fromkeys(experiment.COMPARED, 128.0)
+@pytest.mark.parametrize(
+    ("suite", "expected", "candidates"), [("compare", 128, [16, 32, 16]), ("reasoning-gym", 64, [8, 8])]
+)
+def test_compared_methods_spend_the_same_units(suite, expected, candidates):
+    suite = experiment.SUITES[suite]
+    configs = {name: experiment.configure(suite, name, 0, []) for name in suite.variants}
+    assert {name: units(config) for name, config in configs.items()} == dict.fromkeys(suite.variants, expected)
     selectors = [build_selector(config.method, config.budget) for config in configs.values()]
-    assert [selector.num_candidates for selector in selectors[:3]] == [16, 32, 16]
+    assert [selector.num_candidates for selector in selectors[:-1]] == candidates
     assert {selector.continuations for selector in selectors} == {0, 2}
 
 
 def test_ablations_spend_the_same_units_but_for_the_shapes():
-    for name, changes in experiment.ABLATED.items():
+    for name in ABLATE.variants:
         expected = {"shape-32-2": 64.0}.get(name, 128.0)
-        assert units(experiment.configure(name, changes, 0, [])) == expected, name
+        assert units(experiment.configure(ABLATE, name, 0, [])) == expected, name
 
 
 def test_options_may_stand_among_overrides():
     options = experiment.parse_options(["compare", "--seeds", "2", "run.steps=3", "env.params.max_operations=2"])
     assert (options.suite, options.seeds) == ("compare", 2)
-    config = experiment.configure("trace", (), 1, options.overrides)
+    config = experiment.configure(COMPARE, "trace", 1, options.overrides)
     assert (config.run.name, config.run.seed, config.run.steps) == ("trace-s1", 1, 3)
 
 
 def test_runs_are_known_and_a_run_of_another_configuration_is_left_alone(tmp_path):
-    config = experiment.configure("trace", (), 0, [f"run.output_dir={tmp_path}", "run.steps=2"])
+    config = experiment.configure(COMPARE, "trace", 0, [f"run.output_dir={tmp_path}", "run.steps=2"])
     folder = tmp_path / "trace-s0"
     assert not experiment.is_finished(config)
     folder.mkdir()
@@ -52,6 +59,6 @@ def test_runs_are_known_and_a_run_of_another_configuration_is_left_alone(tmp_pat
     assert not experiment.is_finished(config)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     assert experiment.is_finished(config)
-    longer = experiment.configure("trace", (), 0, [f"run.output_dir={tmp_path}", "run.steps=3"])
+    longer = experiment.configure(COMPARE, "trace", 0, [f"run.output_dir={tmp_path}", "run.steps=3"])
     with pytest.raises(UserError, match=r"expected the run at .* to be of this configuration"):
         experiment.is_finished(longer)
