@@ -78,6 +78,8 @@ def test_copies_arrive_at_the_wait_and_not_before():
     for seed in range(10):
         assert torch.equal(run("copy", 4, inputs=values, out=(2048,), seed=seed)["to"], wanted.flatten())
     for seed in range(100):
+        with pytest.raises(KernelFault, match=r"cp\.async into it that it has not waited for"):
+            run("copy", 4, fault=1, inputs=values, out=(2048,), seed=seed)
         with pytest.raises(KernelFault, match=r"cp\.async"):
             run("copy", 4, inputs=values, out=(2048,), seed=seed, drop=line_of("cp_async_wait<1>()"))
         for barrier in (2, 3):

@@ -40,7 +40,7 @@ __global__ void warp_kernel(ProbeParams p) {
   p.to[threadIdx.x] = seen == through_shuffle && odd == 0xaaaaaaaa ? seen : -1.0f;
 }
 
-// Two copies under way at a time; the order of groups matters.
+// Two copies under way at a time; the order of groups matters. Fault 1: it reads the one that is not waited for.
 __global__ void copy_kernel(ProbeParams p) {
   DYNAMIC_SHARED(memory);
   const Shared<float> tile = pointer_cast<float>(memory);
@@ -53,7 +53,8 @@ __global__ void copy_kernel(ProbeParams p) {
     cp_async_commit();
     cp_async_wait<1>();
     __syncthreads();
-    for (int i = 0; i < 4; ++i) p.to[step * 4 * kThreads + i * kThreads + lane] = now[i * kThreads + lane];
+    const Shared<float> read = p.fault == 1 ? next : now;
+    for (int i = 0; i < 4; ++i) p.to[step * 4 * kThreads + i * kThreads + lane] = read[i * kThreads + lane];
     __syncthreads();
   }
 }
