@@ -67,6 +67,7 @@ def launch(
     partition: Annotated[str, typer.Option(help="Slurm partition.")] = "",
     nodes: Annotated[int, typer.Option(help="Nodes; they share the trainer ranks evenly.")] = 1,
     gpus: Annotated[int | None, typer.Option(help="GPUs of a node, 0: none.  [default: one a rank]")] = None,
+    server_nodes: Annotated[int, typer.Option(help="Further nodes, on which vLLM servers sample.")] = 0,
     container: Annotated[str, typer.Option(help="Container image (Slurm's pyxis).")] = "",
     mounts: Annotated[str, typer.Option(help="SOURCE:TARGET,... for the container, beside --workdir.")] = "",
     time: Annotated[str, typer.Option(help="Time limit of a job, HH:MM:SS.")] = "04:00:00",
@@ -102,6 +103,7 @@ def launch(
         python=python,
         chain=chain,
         resume=resume,
+        server_nodes=server_nodes,
     )
     sys.exit(launch_job(request, load_config(config, overrides or []), follow=follow, only_print=dry_run))
 

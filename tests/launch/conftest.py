@@ -32,7 +32,7 @@ def launch(launch_python, tmp_path):
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory):
-    """The environment in which Slurm's commands find a real cluster of one node: this machine."""
+    """The environment in which Slurm's commands find a real cluster: this machine as two nodes."""
     missing = missing_programs()
     if missing:
         absent(f"Slurm is not installed ({', '.join(missing)}): apt-get install slurm-wlm munge")

@@ -1,4 +1,4 @@
-"""A real Slurm on this machine: munge, a controller, one daemon a node, all on loopback and in one temporary folder."""
+"""A real Slurm on this machine: munge, a controller, two nodes by two names of it, all in one temporary folder."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def _find(name: str) -> str | None:
 @contextmanager
 def small_slurm(folder: Path) -> Iterator[dict[str, str]]:
     """Start it, yield the environment in which Slurm's commands find it, and end every process of it. Needs root."""
-    node = socket.gethostname().split(".")[0]
+    nodes = (socket.gethostname().split(".")[0], "localhost")
     environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
-    _write_config(folder, node)
+    _write_config(folder, nodes)
     daemons = []
     try:
         daemons.append(_start_munge(folder))
-        for command in (["slurmctld", "-D", "-f"], ["slurmd", "-D", "-f"]):
-            daemons.append(_start([_find(command[0]), *command[1:], str(folder / "slurm.conf")], folder, environment))
+        configured = ["-D", "-f", str(folder / "slurm.conf")]
+        daemons.append(_start([_find("slurmctld"), *configured], folder, environment))
+        daemons += [_start([_find("slurmd"), *configured, "-N", node], folder, environment) for node in nodes]
         _wait_until_idle(folder, environment, daemons)
         yield environment
     finally:
@@ -49,26 +50,29 @@ def small_slurm(folder: Path) -> Iterator[dict[str, str]]:
                 daemon.wait()
 
 
-def _write_config(folder: Path, node: str) -> None:
-    for name in ("state", "spool", "munge"):
-        (folder / name).mkdir()
+def _write_config(folder: Path, nodes: Sequence[str]) -> None:
+    for name in ("state", "munge", *(f"spool/{node}" for node in nodes)):
+        (folder / name).mkdir(parents=True)
     (folder / "munge").chmod(0o755)
-    controller_port, node_port = _free_ports(2)
+    controller_port, *node_ports = _free_ports(1 + len(nodes))
+    described = "\n".join(
+        f"NodeName={node} NodeHostname={nodes[0]} NodeAddr=127.0.0.1 Port={port} CPUs={os.cpu_count()} RealMemory=2000"
+        for node, port in zip(nodes, node_ports, strict=True)
+    )
     (folder / "slurm.conf").write_text(f"""
 ClusterName=test
-SlurmctldHost={node}(127.0.0.1)
+SlurmctldHost={nodes[0]}(127.0.0.1)
 SlurmctldPort={controller_port}
-SlurmdPort={node_port}
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 SlurmUser=root
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
+SlurmdSpoolDir={folder}/spool/%n
 SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
+SlurmdPidFile={folder}/slurmd.%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
+SlurmdLogFile={folder}/slurmd.%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -78,7 +82,7 @@ DependencyParameters=kill_invalid_depend
 KillWait=20
 ReturnToService=2
 MpiDefault=none
-NodeName={node} NodeAddr=127.0.0.1 CPUs={os.cpu_count()} RealMemory=2000 State=UNKNOWN
+{described}
 PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """)
 
@@ -96,12 +100,13 @@ def _start_munge(folder: Path) -> subprocess.Popen:
 
 
 def _start(command: Sequence[str], folder: Path, environment: dict[str, str]) -> subprocess.Popen:
-    with open(folder / f"{Path(command[0]).name}.out", "w") as log:
+    with open(folder / f"{Path(command[0]).name}.out", "a") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder)
 
 
 def _wait_until_idle(folder: Path, environment: dict[str, str], daemons: Sequence[subprocess.Popen]) -> None:
-    ready = _wait(lambda: _output(["sinfo", "--noheader", "--format=%T"], environment).strip() == "idle", UP_S)
+    idle = ["sinfo", "--noheader", "--states=idle", "--format=%D"]
+    ready = _wait(lambda: _output(idle, environment).strip() == "2", UP_S)
     if not ready or any(daemon.poll() is not None for daemon in daemons):
         logs = "\n".join(path.read_text() for path in folder.glob("slurm*.out"))
         raise RuntimeError(f"Slurm did not start: {logs}")

@@ -14,7 +14,8 @@ from needed import ROOT
 from trace_megatron.config import load_config
 
 GOLDEN = Path(__file__).parent / "golden"
-READMES = sorted((ROOT / "examples").glob("*/README.md"))
+CASES = [(readme, []) for readme in sorted((ROOT / "examples").glob("*/README.md"))]
+CASES.append((ROOT / "examples" / "qwen3_32b" / "README.md", ["--server-nodes", "4"]))
 CONFIG = re.compile(r"<<'CONFIG'\n(.*?)CONFIG\n", re.DOTALL)
 
 
@@ -35,14 +36,16 @@ def configurations(text: str, folder: Path) -> list:
     return found
 
 
-@pytest.mark.parametrize("readme", READMES, ids=lambda path: path.parent.name)
-def test_golden(launch, readme, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("readme", "more"), CASES, ids=[f"{readme.parent.name}{'-servers' if more else ''}" for readme, more in CASES]
+)
+def test_golden(launch, readme, more, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     # Two jobs of the chain show all that there is to see.
-    arguments = [*launch_command(readme), "--chain", "2", "--workdir", "/shared/project", "--dry-run"]
+    arguments = [*launch_command(readme), "--chain", "2", "--workdir", "/shared/project", "--dry-run", *more]
     result = launch(*arguments, NEMORUN_HOME="/shared/nemo_home")
     assert result.returncode == 0, result.stderr
-    golden = GOLDEN / f"{readme.parent.name}.txt"
+    golden = GOLDEN / f"{readme.parent.name}{'_servers' if more else ''}.txt"
     if os.environ.get("TRACE_UPDATE_GOLDEN"):
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(result.stdout)

@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 from needed import ROOT
 
-from trace_megatron.config import Config, PolicyConfig, RunConfig
+from trace_megatron.config import Config, EngineConfig, PolicyConfig, RunConfig
 from trace_megatron.errors import UserError
-from trace_megatron.launch.job import LaunchRequest, check_request, local_script, rank_script, tasks_per_node
+from trace_megatron.launch.job import (
+    LaunchRequest,
+    check_request,
+    local_script,
+    rank_script,
+    server_script,
+    servers_per_node,
+    tasks_per_node,
+)
 
 CONFIG = Config(run=RunConfig(name="a"), policy=PolicyConfig(tensor_parallel=4, data_parallel=4))
 REQUEST = LaunchRequest(
@@ -54,6 +62,7 @@ def test_ranks_are_shared_out_evenly():
         ({"env": ("A",)}, ["--env", "NAME=VALUE"]),
         ({"sbatch": ("=x",)}, ["--sbatch", "NAME=VALUE"]),
         ({"chain": 0}, ["--chain"]),
+        ({"server_nodes": -1}, ["--server-nodes"]),
         ({"executor": "pbs"}, ["--executor", "local", "slurm", "pbs"]),
         ({"executor": "local", "gpus": None}, ["--nodes 1", "--executor slurm"]),
         ({"executor": "local", "nodes": 1, "chain": 2}, ["--chain 1"]),
@@ -128,6 +137,21 @@ def test_a_run_without_a_checkpoint_begins_anew_and_is_kept(play, tmp_path):
     assert not play(goes_on=True)[0].endswith("--resume")
     assert (tmp_path / "runs" / "a.before-job-7" / "metrics.jsonl").read_text() == "precious"
     assert not (tmp_path / "runs" / "a").exists()
+
+
+def test_a_server_gets_its_own_gpus():
+    config = dataclasses.replace(CONFIG, engine=EngineConfig(tensor_parallel=2))
+    request = dataclasses.replace(REQUEST, server_nodes=1)
+    assert servers_per_node(request, config) == 4
+    script = (
+        server_script(request, config).split("exec ")[0].replace("cd /project", "") + "echo $port $CUDA_VISIBLE_DEVICES"
+    )
+    found = subprocess.run(
+        ["bash", "-c", script], env=os.environ | {"SLURM_LOCALID": "3"}, capture_output=True, text=True
+    )
+    assert found.stdout.strip() == "8003 6,7"
+    with pytest.raises(UserError, match="tensor_parallel"):
+        servers_per_node(request, dataclasses.replace(CONFIG, engine=EngineConfig(tensor_parallel=3)))
 
 
 def test_a_job_on_this_machine_is_the_train_command():

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from trace_megatron.rollout.served_engine import SERVE_FLAGS
+from trace_megatron.rollout.serve_flags import SERVE_FLAGS
 
 START_S = 240
 ENVIRONMENT = {

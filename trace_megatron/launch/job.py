@@ -13,10 +13,14 @@ from typing import Literal
 
 from trace_megatron.config import Config, dump_config
 from trace_megatron.errors import UserError
+from trace_megatron.rollout.serve_flags import SERVE_FLAGS
 from trace_megatron.run_folder import RunFolder
 
 _SLURM_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}")
 _SSH = re.compile(r"ssh://((?P<user>[^@/:]+)@)?(?P<host>[^@/:]+)(:(?P<port>\d+))?")
+FIRST_PORT = 8000
+"""Of a server node's servers."""
+_SERVERS = '"engine.urls=[${urls#,}]" "sync.address=$MASTER_ADDR"'
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -59,6 +63,8 @@ class LaunchRequest:
     """Jobs that follow one another; each goes on where the one before was stopped."""
     resume: bool
     """Let the first job go on, too."""
+    server_nodes: int = 0
+    """Further nodes on which `vllm serve` samples for the trainer; 0: the run starts its engines itself."""
 
     @property
     def address(self) -> SSHAddress | None:
@@ -104,6 +110,7 @@ def check_request(request: LaunchRequest, config: Config) -> None:
         raise UserError(f"expected an absolute --workdir, found '{request.workdir}': ~ of another machine is not ours")
     _ = request.address
     tasks_per_node(request, config)
+    servers_per_node(request, config)
 
 
 def _check_local(request: LaunchRequest) -> None:
@@ -136,6 +143,39 @@ def tasks_per_node(request: LaunchRequest, config: Config) -> int:
     return per_node
 
 
+def servers_per_node(request: LaunchRequest, config: Config) -> int:
+    """Servers on a node of the server group, each with ``engine.tensor_parallel`` GPUs; without GPUs one."""
+    gpus = tasks_per_node(request, config) if request.gpus is None else request.gpus
+    size = config.engine.tensor_parallel
+    if request.server_nodes < 0:
+        raise UserError(f"expected --server-nodes of at least 0, found {request.server_nodes}")
+    if request.server_nodes and gpus % size:
+        raise UserError(f"expected engine.tensor_parallel to divide the {gpus} GPUs of a server's node, found {size}")
+    return max(gpus // size, 1)
+
+
+def server_script(request: LaunchRequest, config: Config) -> str:
+    """Bash for one task of the server group: a `vllm serve`, which listens at its node's own address."""
+    engine = config.engine
+    length = engine.max_model_len or config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    lines = [*_opening(request), "export VLLM_SERVER_DEV_MODE=1", f"port=$(({FIRST_PORT} + SLURM_LOCALID))"]
+    flags = [
+        f"--model {shlex.quote(config.policy.model)} --dtype {engine.dtype} --seed {config.run.seed}",
+        f"--tensor-parallel-size {engine.tensor_parallel} --max-num-seqs {engine.max_num_seqs}",
+        f"--max-model-len {length}",
+        SERVE_FLAGS,
+    ]
+    if request.gpus == 0:  # what engines of the run's own get on a CPU, for the reasons in rollout/vllm_engine.py
+        batched = max(length, engine.max_num_seqs, 4096)
+        flags.append(f"--enforce-eager --block-size 32 --no-enable-chunked-prefill --max-num-batched-tokens {batched}")
+    else:
+        lines.append(f"first=$((SLURM_LOCALID * {engine.tensor_parallel}))")
+        lines.append(f"export CUDA_VISIBLE_DEVICES=$(seq -s , $first $((first + {engine.tensor_parallel - 1})))")
+    server = f"exec {shlex.quote(request.python)} -m vllm.entrypoints.openai.api_server"
+    lines.append(" \\\n    ".join([f'{server} --host "$SLURMD_NODENAME" --port $port', *flags]))
+    return "\n".join(lines) + "\n"
+
+
 def rank_script(request: LaunchRequest, config: Config, *, goes_on: bool) -> str:
     """Bash for one rank of a Slurm job. ``goes_on``: resume where a checkpoint is; a requeued job does so, too.
 
@@ -157,7 +197,8 @@ def rank_script(request: LaunchRequest, config: Config, *, goes_on: bool) -> str
         '        mv "$run" "$run.before-job-$SLURM_JOB_ID"',
         "    fi",
         "fi",
-        _train(request, config, "$resume"),
+        *(_await_servers(request, config) if request.server_nodes else ()),
+        _train(request, config, f"$resume {_SERVERS if request.server_nodes else ''}"),
     ]
     return "\n".join(lines)
 
@@ -165,6 +206,23 @@ def rank_script(request: LaunchRequest, config: Config, *, goes_on: bool) -> str
 def local_script(request: LaunchRequest, config: Config) -> str:
     """Bash for a job on this machine: one command, which starts its ranks itself."""
     return "\n".join([*_opening(request), _train(request, config, "--resume" if request.resume else "")])
+
+
+def _await_servers(request: LaunchRequest, config: Config) -> list[str]:
+    """The servers' addresses as options of `train`; the first rank waits until all answer."""
+    ports = " ".join(str(FIRST_PORT + index) for index in range(servers_per_node(request, config)))
+    ask = "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)"
+    return [
+        "urls=",
+        "for host in $SERVER_HOSTS; do",
+        f"    for port in {ports}; do",
+        '        urls="$urls,http://$host:$port"',
+        f"        until [ \"$RANK\" != 0 ] || {shlex.quote(request.python)} -c '{ask}' http://$host:$port/health; do",
+        "            sleep 5",
+        "        done 2> /dev/null",
+        "    done",
+        "done",
+    ]
 
 
 def _opening(request: LaunchRequest) -> list[str]:

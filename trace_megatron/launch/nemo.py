@@ -30,6 +30,8 @@ from trace_megatron.launch.job import (
     local_script,
     rank_script,
     sbatch_options,
+    server_script,
+    servers_per_node,
     tasks_per_node,
 )
 
@@ -62,17 +64,18 @@ def dry_run(request: LaunchRequest, config: Config) -> Iterator[str]:
 
 def _describe(request: LaunchRequest, experiment: run.Experiment, index: int) -> Iterator[str]:
     job = experiment.jobs[index]
-    (script,) = Path(job.executor.job_dir, "scripts").glob("*.sh")
+    scripts = sorted(Path(job.executor.job_dir, "scripts").glob("*.sh"))
     if request.executor == "local":
         yield "# job on this machine"
-        yield script.read_text()
+        yield scripts[0].read_text()
         return
     folder = job.executor.tunnel.job_dir
     dependency = f" --dependency=afterany:JOB_{index}" if index else ""
     yield f"# job {index + 1} of {request.chain}: {SBATCH}{dependency} {folder}/{job.id}_sbatch.sh"
     yield Path(job.executor.experiment_dir, f"{job.id}_sbatch.sh").read_text()
-    yield f"# every rank of job {index + 1}: {folder}/{job.id}/scripts/{script.name}"
-    yield script.read_text()
+    for who, script in zip(("rank", "server"), scripts, strict=False):
+        yield f"# every {who} of job {index + 1}: {folder}/{job.id}/scripts/{script.name}"
+        yield script.read_text()
 
 
 def run_here(request: LaunchRequest, config: Config) -> int:
@@ -182,9 +185,13 @@ def _add_jobs(experiment: run.Experiment, request: LaunchRequest, config: Config
         return
     previous: list[str] = []
     for index in range(request.chain):
-        script = rank_script(request, config, goes_on=request.resume or index > 0)
+        task = run.Script(inline=rank_script(request, config, goes_on=request.resume or index > 0))
+        executor = _executor(request, config)
+        if request.server_nodes:
+            task = [task, run.Script(inline=server_script(request, config))]
+            executor = [executor, _server_executor(executor, request, config)]
         name = config.run.name if request.chain == 1 else f"{config.run.name}-{index + 1}"
-        previous = [experiment.add(run.Script(inline=script), name=name, dependencies=previous)]
+        previous = [experiment.add(task, executor=executor, name=name, dependencies=previous)]
 
 
 def _executor(request: LaunchRequest, config: Config) -> run.LocalExecutor | run.SlurmExecutor:
@@ -212,6 +219,19 @@ def _executor(request: LaunchRequest, config: Config) -> run.LocalExecutor | run
         packager=run.Packager(),
         poll_estimated_start_time=False,
     )
+
+
+def _server_executor(trainer: run.SlurmExecutor, request: LaunchRequest, config: Config) -> run.SlurmExecutor:
+    """The second group of a heterogeneous job; ``trainer``, the first, learns of it."""
+    hosts = '"$(scontrol show hostnames $SLURM_JOB_NODELIST_HET_GROUP_1 | tr "\\n" " ")"'
+    trainer.heterogeneous = True
+    trainer.env_vars["SERVER_HOSTS"] = hosts
+    trainer.wait_time_for_group_job = 0
+    trainer.monitor_group_job_wait_time = 5  # when a group ends, the other one is ended
+    server = trainer.clone()
+    server.nodes = request.server_nodes
+    server.ntasks_per_node = servers_per_node(request, config)
+    return server
 
 
 def _sentence(error: object) -> str:

@@ -107,7 +107,7 @@ def decoding_seconds(hf: HFModelConfig, config: Config, device: Device, work: Wo
 
     Every decoding step reads the weights once for its batch, and the keys and values of its sequences.
     """
-    engines = config.policy.num_ranks / config.engine.tensor_parallel
+    engines = len(config.engine.urls) or config.engine.num_engines
     sequences = min(config.engine.max_num_seqs, (work.rollouts + work.continuations) / engines)
     bandwidth = DECODING_EFFICIENCY * device.memory_gb_s * 1e9 * config.engine.tensor_parallel
     weights = 2 * num_parameters(hf)

@@ -17,14 +17,7 @@ import aiohttp
 from trace_megatron.config import EngineConfig
 from trace_megatron.errors import UserError
 from trace_megatron.rollout.engine import Completion, EngineError, SamplingSettings
-from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND
-
-SERVE_FLAGS = (
-    "--enable-scale-out --logprobs-mode processed_logprobs --generation-config vllm --weight-transfer-config "
-    f"""'{{"backend": "{SHARED_MEMORY_BACKEND}"}}'"""
-)
-"""Of `vllm serve`, beside the model: its token-ids route, logprobs of the distribution sampled from, no defaults of the
-model's own, and our weight transfer."""
+from trace_megatron.rollout.serve_flags import SERVE_FLAGS, SHARED_MEMORY_BACKEND
 
 CONTROL_TIMEOUT_S = 600.0
 """Of a pause, which waits for running requests, or of one bucket's loading."""

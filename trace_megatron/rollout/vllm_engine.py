@@ -30,6 +30,7 @@ from trace_megatron.rollout.engine_process import (
     processes_below,
     stand_in_main,
 )
+from trace_megatron.rollout.serve_flags import SHARED_MEMORY_BACKEND
 
 if TYPE_CHECKING:
     from vllm import AsyncEngineArgs
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 # vLLM is imported where the engine starts: it takes seconds, and trainer ranks without an engine never need it.
-
-SHARED_MEMORY_BACKEND = "trace_megatron_shared_memory"
-"""Name of our weight-transfer backend in vLLM's registry."""
 
 BLOCK_SIZE = 32
 """CPU: tokens per KV block, and so the grain of the prefix cache. vLLM's default of 128 exceeds a short prompt; its CPU
