@@ -95,4 +95,5 @@ def test_the_examples_have_the_papers_settings(path):
         *(config.method.advantage, config.predictor.epochs, config.predictor.learning_rate),
     )
     assert (loss.clip_low, loss.clip_high, loss.kl_coef) == (0.2, 0.28, 0.0)
+    assert config.engine.colocated  # the planned memory is that of engines that sleep while the trainer works
     assert (config.optimizer.learning_rate, config.optimizer.clip_grad) == (1e-6, 1.0)

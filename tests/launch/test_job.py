@@ -66,6 +66,8 @@ def test_ranks_are_shared_out_evenly():
         ({"executor": "pbs"}, ["--executor", "local", "slurm", "pbs"]),
         ({"executor": "local", "gpus": None}, ["--nodes 1", "--executor slurm"]),
         ({"executor": "local", "nodes": 1, "chain": 2}, ["--chain 1"]),
+        ({"executor": "local", "nodes": 1}, ["--account, --partition, --gpus for", "--executor slurm"]),
+        ({"executor": "local", "nodes": 1, "server_nodes": 2}, ["--server-nodes"]),
     ],
 )
 def test_a_mistake_is_one_sentence(changes, words):
@@ -152,6 +154,17 @@ def test_a_server_gets_its_own_gpus():
     assert found.stdout.strip() == "8003 6,7"
     with pytest.raises(UserError, match="tensor_parallel"):
         servers_per_node(request, dataclasses.replace(CONFIG, engine=EngineConfig(tensor_parallel=3)))
+    with pytest.raises(UserError, match=r"tensor_parallel.* found 0"):
+        servers_per_node(request, dataclasses.replace(CONFIG, engine=EngineConfig(tensor_parallel=0)))
+    with pytest.raises(UserError, match=r"no engine\.urls with --server-nodes, found http://a:1"):
+        servers_per_node(request, dataclasses.replace(CONFIG, engine=EngineConfig(urls=("http://a:1",))))
+
+
+def test_engines_that_would_be_colocated_are_not_where_servers_sample():
+    config = dataclasses.replace(CONFIG, engine=EngineConfig(colocated=True))
+    script = rank_script(dataclasses.replace(REQUEST, server_nodes=1), config, goes_on=False)
+    assert " engine.colocated=false <<" in script
+    assert " engine.colocated=false <<" not in rank_script(REQUEST, config, goes_on=False)
 
 
 def test_a_job_on_this_machine_is_the_train_command():

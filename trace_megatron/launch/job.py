@@ -20,7 +20,7 @@ _SLURM_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}")
 _SSH = re.compile(r"ssh://((?P<user>[^@/:]+)@)?(?P<host>[^@/:]+)(:(?P<port>\d+))?")
 FIRST_PORT = 8000
 """Of a server node's servers."""
-_SERVERS = '"engine.urls=[${urls#,}]" "sync.address=$MASTER_ADDR"'
+_SERVERS = '"engine.urls=[${urls#,}]" "sync.address=$MASTER_ADDR" engine.colocated=false'
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -118,6 +118,21 @@ def _check_local(request: LaunchRequest) -> None:
         raise UserError(f"expected --nodes 1 for --executor local, found {request.nodes}: use --executor slurm")
     if request.chain != 1:
         raise UserError(f"expected --chain 1 for --executor local, found {request.chain}: nothing limits its time")
+    given = {
+        "--account": request.account,
+        "--partition": request.partition,
+        "--gpus": request.gpus is not None,
+        "--server-nodes": request.server_nodes,
+        "--container": request.container,
+        "--mounts": request.mounts,
+        "--sbatch": request.sbatch,
+        "--tunnel": request.tunnel != "local",
+    }
+    wrong = [option for option, value in given.items() if value]
+    if wrong:
+        raise UserError(
+            f"expected no {', '.join(wrong)} for --executor local: add --executor slurm, whose options they are"
+        )
 
 
 def tasks_per_node(request: LaunchRequest, config: Config) -> int:
@@ -149,6 +164,13 @@ def servers_per_node(request: LaunchRequest, config: Config) -> int:
     size = config.engine.tensor_parallel
     if request.server_nodes < 0:
         raise UserError(f"expected --server-nodes of at least 0, found {request.server_nodes}")
+    if size < 1:
+        raise UserError(f"expected engine.tensor_parallel of at least 1, found {size}")
+    if request.server_nodes and config.engine.urls:
+        raise UserError(
+            f"expected no engine.urls with --server-nodes, found {', '.join(config.engine.urls)}: the job's own "
+            f"servers take their place, so leave out one of the two"
+        )
     if request.server_nodes and gpus % size:
         raise UserError(f"expected engine.tensor_parallel to divide the {gpus} GPUs of a server's node, found {size}")
     return max(gpus // size, 1)
