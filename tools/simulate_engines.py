@@ -9,12 +9,14 @@ A model, not a measurement (trace_megatron/simulate/engines.py): times of an ite
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from trace_megatron.errors import UserError
+from trace_megatron.log import say
 from trace_megatron.simulate.engines import Fleet, FleetResult, Workload, draw_workload, simulate_fleet
 from trace_megatron.tree_files import read_trees
 from trace_megatron.types import ROOT
@@ -29,6 +31,7 @@ MODES = {
 
 def main() -> None:
     options = parse_options()
+    check_options(options)
     recorded = read_turns(options.recorded) if options.recorded else None
     fleet = Fleet(1, options.slots, options.base_ms, options.per_request_ms)
     print("| engines | mode | seconds | of the lower bound | engines idle | slots empty | prefilled, million tokens |")
@@ -58,6 +61,23 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--recorded", type=Path, help="folder of a run")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
+
+
+def check_options(options: argparse.Namespace) -> None:
+    """Raises UserError for a fleet or a workload that there cannot be."""
+    at_least_one = {"--prompts-per-engine": options.prompts_per_engine, "--rollouts": options.rollouts}
+    at_least_one |= {"--max-turns": options.max_turns, "--slots": options.slots, "--turn-tokens": options.turn_tokens}
+    at_least_one["--engines"] = min(options.engines)
+    at_least_zero = {"--continuations": options.continuations, "--sigma": options.sigma, "--tool-ms": options.tool_ms}
+    at_least_zero |= {"--per-request-ms": options.per_request_ms, "--seed": options.seed}
+    for least, numbers in ((1, at_least_one), (0, at_least_zero)):
+        for name, number in numbers.items():
+            if not least <= number < float("inf"):  # nor what is no number
+                raise UserError(f"expected {name} of at least {least}, found {number}")
+    if not 0 < options.base_ms < float("inf"):
+        raise UserError(f"expected --base-ms above 0, found {options.base_ms}: an iteration takes time")
+    if not 0 < options.stop_prob <= 1:
+        raise UserError(f"expected --stop-prob in (0, 1], found {options.stop_prob}: turns end at --max-turns anyway")
 
 
 def read_turns(run: Path) -> list[list[int]]:
@@ -101,4 +121,5 @@ if __name__ == "__main__":
     try:
         main()
     except UserError as error:
-        raise SystemExit(f"error: {error}") from error
+        say(f"error: {error}")
+        sys.exit(2)
