@@ -123,6 +123,9 @@ def test_any_of_a_runs_weights_can_be_evaluated(runs, tmp_path):
         (["budget.rollouts=1"], ["1"]),
         (["run.steps=0"], ["run.steps", "0"]),
         (["validation.prompts=0"], ["validation.prompts", "0"]),
+        (["engine.urls=[localhost:8000]"], ["engine.urls", "'localhost:8000'", "http://HOST:PORT"]),
+        (["engine.urls=[http://a:1, http://a:1]"], ["engine.urls", "once each"]),
+        (["engine.timeout_s=0"], ["engine.timeout_s", "above 0"]),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, policy, overrides, words, monkeypatch, capsys):

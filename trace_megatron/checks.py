@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -67,6 +68,13 @@ def check_engine(config: Config) -> None:
     for name, count in counts.items():
         if count < 1:
             raise UserError(f"expected {name} of at least 1, found {count}")
+    for url in config.engine.urls:
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+            raise UserError(f"expected addresses like http://HOST:PORT in engine.urls, found '{url}'")
+    if len(set(config.engine.urls)) < len(config.engine.urls):
+        raise UserError(f"expected servers once each in engine.urls, found {', '.join(config.engine.urls)}")
+    if config.engine.timeout_s <= 0:
+        raise UserError(f"expected engine.timeout_s above 0, found {config.engine.timeout_s}: 1800 is half an hour")
     if validation.temperature <= 0:
         raise UserError(
             f"expected validation.temperature above 0, found {validation.temperature}: 0.01 is all but greedy"

@@ -74,6 +74,8 @@ SUITES = {
 
 def main() -> None:
     options = parse_options()
+    if options.seeds < 0:
+        raise UserError(f"expected --seeds of at least 0 (0: the suite's own number), found {options.seeds}")
     suite = SUITES[options.suite]
     configs = [
         config
@@ -83,6 +85,10 @@ def main() -> None:
     ]
     for config in configs:
         check_config(config)
+        if config.policy.num_ranks != 1:
+            raise UserError(
+                f"expected a policy of one rank, found {config.policy.num_ranks}: this script starts no others"
+            )
     say(f"{options.suite}: {len(configs)} runs to do")
     if not configs:
         return

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from trace_megatron.config import load_config
+from trace_megatron.errors import UserError
+from trace_megatron.log import say
 from trace_megatron.metrics import read_lines
 from trace_megatron.report.statistics import mean_interval, paired_difference, value_at
 
@@ -57,7 +60,7 @@ def main() -> None:
     options = parser.parse_args()
     runs = list(read_runs(options.root))
     if not runs:
-        raise SystemExit(f"error: expected runs below '{options.root}', found none: run experiment.py first")
+        raise UserError(f"expected finished runs below '{options.root}', found none: run experiment.py first")
     print("\n\n".join(tables(runs, options.baseline)))
     plot(runs, "rollout/effective_ratio", "effective ratio", options.root / "effective_ratio.png")
     plot(runs, "validation/accuracy", "held-out accuracy", options.root / "accuracy.png")
@@ -162,4 +165,8 @@ def plot(runs: Sequence[Run], key: str, label: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        say(f"error: {error}")
+        sys.exit(2)

@@ -286,6 +286,7 @@ def test_the_tool_says_what_it_did_and_overwrites_nothing(tmp_path, capsys):
         (("--out", tmp_path / "new", "arc_c", "--from", "nowhere.csv"), "found none at 'nowhere.csv'"),
         (("--out", tmp_path / "new", "math500", "--split", "train"), "a split of 'math500' (eval), found 'train'"),
         (("--out", tmp_path / "new", "hotpotqa", "--from", rows), "hotpotqa train, hotpotqa eval"),
+        (("--out", rows, "arc_c", "--from", rows), f"expected a folder at '{rows}', found a file"),
         (("--out", tmp_path / "new", "bamboogle", "--from", write(tmp_path / "n.json", [{"a": 1}])), "1 x no question"),
     ):
         assert run_tool(*arguments) == 2

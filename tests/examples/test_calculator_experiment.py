@@ -62,3 +62,18 @@ def test_runs_are_known_and_a_run_of_another_configuration_is_left_alone(tmp_pat
     longer = experiment.configure(COMPARE, "trace", 0, [f"run.output_dir={tmp_path}", "run.steps=3"])
     with pytest.raises(UserError, match=r"expected the run at .* to be of this configuration"):
         experiment.is_finished(longer)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["compare", "--seeds", "-1"], "expected --seeds of at least 0 .* found -1"),
+        (["compare", "policy.data_parallel=2"], "expected a policy of one rank, found 2"),
+    ],
+)
+def test_what_one_process_cannot_do_is_refused_before_anything_starts(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.setattr(sys, "argv", ["experiment.py", *arguments, f"run.output_dir={tmp_path / 'runs'}"])
+    monkeypatch.setattr(experiment, "check_config", lambda config: None)  # the model's folder may not be here
+    with pytest.raises(UserError, match=words):
+        experiment.main()
+    assert not (tmp_path / "runs").exists()

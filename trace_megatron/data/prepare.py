@@ -57,6 +57,9 @@ def targets(source: Source, split: str, out: Path) -> list[Path]:
     """The files that the split becomes. Raises UserError for a split that the source lacks, or files that exist."""
     if split not in source.splits:
         raise UserError(f"expected a split of '{source.name}' ({', '.join(source.splits)}), found '{split}'")
+    for folder in (out, out / source.name):
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"expected a folder at '{folder}', found a file: choose another --out")
     paths = [out / source.name / f"{name}.jsonl" for name in FILES[split]]
     for path in paths:
         if path.exists():
