@@ -24,6 +24,13 @@ def test_a_run_is_never_overwritten(config):
     assert load_config(folder.config) == config
 
 
+def test_a_file_where_runs_should_go_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    config = Config(run=RunConfig(name="a", output_dir=str(tmp_path / "file")))
+    with pytest.raises(UserError, match=r"below '.*/file', found: .*run\.output_dir"):
+        RunFolder.of(config).prepare(config, resume=False)
+
+
 def test_resume_needs_a_checkpoint(config):
     with pytest.raises(UserError, match="without --resume"):
         RunFolder.of(config).prepare(config, resume=True)

@@ -38,7 +38,12 @@ class RunFolder:
                 f"expected no run at '{self.root}', found one: go on with --resume, choose another name with"
                 f" run.name=NAME, or delete that folder"
             )
-        self.root.mkdir(parents=True, exist_ok=True)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"expected to write below '{self.root.parent}', found: {error}: choose another run.output_dir"
+            ) from error
         self.config.write_text(dump_config(config))
 
     def is_finished(self, config: Config) -> bool:

@@ -189,12 +189,14 @@ def test_other_problems_or_weights_do_not_mix_with_the_records(folder, finished,
     [
         (["eval.benchmarks=[arc]"], "unknown benchmark 'arc': did you mean 'arc_c'"),
         (["eval.benchmarks=[math500]"], "prepare_data.py --out"),
+        (["eval.benchmarks=[deepscaler]"], "found 'deepscaler', which has none"),
         (["eval.benchmarks=[]"], "expected benchmarks"),
         (["eval.benchmarks=[arc_c, arc_c]"], "every benchmark once"),
         (["eval.benchmarks=arc_c"], "expected a list for 'eval.benchmarks'"),
         (["eval.benchmarks=[nowhere/at/all.jsonl]"], "unknown benchmark 'nowhere/at/all.jsonl'"),
         (["eval.benchmarks=[BAD]"], "question and answers (or problem and answer) in line 1"),
         (["eval.benchmarks=[QA]"], "env.name=retrieval with an index"),
+        (["eval.benchmarks=[GOOD]", "eval.output=BAD"], "expected to write records at"),
         (["eval.checkpoint=runs/nothing"], "no folder at 'runs/nothing'"),
         (["eval.checkpoint=DATA"], "a run's config.yaml, policy.json or Megatron's .metadata"),
         (["eval.samples=-1"], "eval.samples of at least 0"),
@@ -206,7 +208,13 @@ def test_other_problems_or_weights_do_not_mix_with_the_records(folder, finished,
 def test_a_mistake_is_one_sentence(folder, tmp_path, monkeypatch, capsys, overrides, words):
     (tmp_path / "bad.jsonl").write_text('{"question": "q"}\n')
     (tmp_path / "qa.jsonl").write_text('{"question": "q", "answers": ["a"], "kind": "qa"}\n')
-    names = {"BAD": tmp_path / "bad.jsonl", "QA": tmp_path / "qa.jsonl", "DATA": folder / "data"}
+    (tmp_path / "good.jsonl").write_text('{"question": "1+1?", "answers": ["2"], "kind": "math"}\n')
+    names = {
+        "BAD": tmp_path / "bad.jsonl",
+        "GOOD": tmp_path / "good.jsonl",
+        "QA": tmp_path / "qa.jsonl",
+        "DATA": folder / "data",
+    }
     for name, path in names.items():
         overrides = [override.replace(name, str(path)) for override in overrides]
     sentence = refused(folder, monkeypatch, capsys, *overrides, f"run.output_dir={tmp_path}/runs")

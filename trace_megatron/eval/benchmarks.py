@@ -134,6 +134,8 @@ def _file(name: str, data: Path) -> Path:
         return prepared
     if Path(name).is_file():
         return Path(name)
+    if name in SOURCES and "eval" not in SOURCES[name].splits:
+        raise UserError(f"expected an evaluation set in eval.benchmarks, found '{name}', which has none")
     if name in SOURCES:
         raise UserError(
             f"expected the prepared data set '{name}' at '{prepared}', found none: python tools/prepare_data.py --out "

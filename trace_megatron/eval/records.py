@@ -48,7 +48,12 @@ class RecordFile:
         self._path = folder / "records.jsonl"
         settings = json.loads(json.dumps(settings))
         _check(folder / "settings.json", settings)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"expected to write records at '{folder}', found: {error}: choose another eval.output"
+            ) from error
         self._lock = _locked(folder / ".lock")
         _write(folder / "settings.json", json.dumps(settings, indent=1, ensure_ascii=False))
         self._records: dict[tuple[str, int], Record] = {}
