@@ -24,6 +24,12 @@ def test_a_run_is_never_overwritten(config):
     assert load_config(folder.config) == config
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "../a", "/a"])
+def test_a_run_stays_below_its_output_folder(name):
+    with pytest.raises(UserError, match=r"expected the name of a folder in run\.name"):
+        RunFolder.of(Config(run=RunConfig(name=name)))
+
+
 def test_a_file_where_runs_should_go_is_named(tmp_path):
     (tmp_path / "file").touch()
     config = Config(run=RunConfig(name="a", output_dir=str(tmp_path / "file")))

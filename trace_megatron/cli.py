@@ -194,9 +194,12 @@ def _compare(hf_folder: Path, megatron_folder: Path) -> None:
 @app.command()
 def plan(config: ConfigPath, overrides: Overrides = None) -> None:
     """Memory by part and seconds by phase on the stated device; refuses what cannot fit and proposes what does."""
+    from trace_megatron.checks import check_engine
     from trace_megatron.plan.table import describe_plan
 
-    for line in describe_plan(load_config(config, overrides or [])):
+    resolved = load_config(config, overrides or [])
+    check_engine(resolved)
+    for line in describe_plan(resolved):
         typer.echo(line)
 
 

@@ -24,7 +24,13 @@ class RunFolder:
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
-        return cls(Path(config.run.output_dir) / config.run.name)
+        """Raises UserError for a name that is no folder's own, below ``run.output_dir``."""
+        name = config.run.name
+        if name in ("", ".", "..") or "/" in name:
+            raise UserError(
+                f"expected the name of a folder in run.name, found '{name}': run.output_dir says below which folder"
+            )
+        return cls(Path(config.run.output_dir) / name)
 
     def prepare(self, config: Config, resume: bool) -> None:
         """Make the folder and write the resolved configuration into it.

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from trace_megatron.cli import app
 from trace_megatron.config import load_config
+from trace_megatron.errors import UserError
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml")) + sorted((ROOT / "examples").glob("**/config.yaml"))
 BIG = [path for path in CONFIGS if path.with_name("README.md").exists()]
@@ -50,6 +51,13 @@ def plan(path: Path) -> str:
 @pytest.mark.parametrize("path", CONFIGS, ids=name)
 def test_every_configuration_fits_its_hardware(models, path):
     assert "all while training" in plan(path)
+
+
+@pytest.mark.parametrize("option", ["engine.tensor_parallel", "engine.num_engines", "engine.max_num_seqs"])
+def test_a_plan_of_no_engine_is_refused(models, option):
+    arguments = ["plan", "-c", str(ROOT / "configs" / "quickstart.yaml"), f"{option}=0"]
+    with pytest.raises(UserError, match=f"expected {option} of at least 1, found 0"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
 def test_the_examples_are_there():

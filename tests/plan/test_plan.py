@@ -184,7 +184,8 @@ def test_time_follows_the_hardware(trace_data):
 
 def test_the_command(tmp_path, tiny_folder):
     path = tmp_path / "config.yaml"
-    path.write_text(f"policy: {{model: {tiny_folder}}}\nengine: {{gpu_memory_utilization: 0.3}}\n")
+    limits = "rollout: {max_prompt_tokens: 1024, max_response_tokens: 1024}\n"
+    path.write_text(f"policy: {{model: {tiny_folder}}}\nengine: {{gpu_memory_utilization: 0.3}}\n{limits}")
     result = CliRunner().invoke(app, ["plan", "-c", str(path)])
     assert result.exit_code == 0, result.output
     for part in ("optimizer", "KV cache", "policy update", "trajectory tokens/s a device"):
