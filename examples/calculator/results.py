@@ -28,6 +28,8 @@ from trace_megatron.log import say
 from trace_megatron.metrics import read_lines
 from trace_megatron.report.statistics import mean_interval, paired_difference, value_at
 
+WINDOW = 10
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -62,7 +64,8 @@ def main() -> None:
     if not runs:
         raise UserError(f"expected finished runs below '{options.root}', found none: run experiment.py first")
     print("\n\n".join(tables(runs, options.baseline)))
-    plot(runs, "rollout/effective_ratio", "effective ratio", options.root / "effective_ratio.png")
+    label = f"effective ratio, mean over {WINDOW} steps"
+    plot(runs, "rollout/effective_ratio", label, options.root / "effective_ratio.png", WINDOW)
     plot(runs, "validation/accuracy", "held-out accuracy", options.root / "accuracy.png")
 
 
@@ -143,11 +146,17 @@ def last_half(key: str) -> Callable[[Run], float]:
     return measure
 
 
-def plot(runs: Sequence[Run], key: str, label: str, path: Path) -> None:
-    """Mean over seeds with its 95 % interval, by step."""
+def averaged(steps: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """(last step, mean value) of every full window."""
+    count = values.size // window
+    return steps[window - 1 :: window][:count], values[: count * window].reshape(count, window).mean(axis=1)
+
+
+def plot(runs: Sequence[Run], key: str, label: str, path: Path, window: int = 1) -> None:
+    """Mean over seeds with its 95 % interval, by step; each point is a mean over ``window`` values of a run."""
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for variant in dict.fromkeys(run.variant for run in runs):
-        curves = [run.series(key) for run in runs if run.variant == variant]
+        curves = [averaged(*run.series(key), window) for run in runs if run.variant == variant]
         length = min(values.size for _, values in curves)
         if not length:
             continue
