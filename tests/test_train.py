@@ -39,14 +39,14 @@ def runs(tmp_path_factory, policy) -> tuple[Path, Path]:
     config = write_config(broken, policy, engine={"colocated": True})
     interrupted = subprocess.Popen(command("train", "-c", str(config)), env=environment, start_new_session=True)
     checkpoint = broken / "run" / "checkpoints" / "step_000002" / "state.json"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 480
     while not checkpoint.exists() and time.monotonic() < deadline and interrupted.poll() is None:
         time.sleep(0.02)
     os.killpg(interrupted.pid, signal.SIGKILL)
     interrupted.wait()
     assert checkpoint.exists()
     subprocess.run(command("train", "-c", str(config), "--resume"), env=environment, check=True)
-    assert uninterrupted.wait(timeout=240) == 0
+    assert uninterrupted.wait(timeout=480) == 0
     return whole / "run", broken / "run"
 
 
