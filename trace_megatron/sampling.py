@@ -20,6 +20,7 @@ from trace_megatron.rollout.prompts import PromptSource
 from trace_megatron.rollout.served_engine import ServedEngine
 from trace_megatron.rollout.vllm_engine import VLLMEngine
 from trace_megatron.validate import Accuracy, measure_accuracy
+from trace_megatron.weight_sync.bucket_server import check_address
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,8 @@ class Sampling:
 @contextmanager
 def open_sampling(config: Config, loop: asyncio.Runner) -> Iterator[Sampling]:
     """Start the engine on ``loop``, and close it whatever happens."""
+    if config.sync.address:
+        check_address(config.sync.address)  # before an engine's minutes
     environment = build_environment(config.env)
     renderer = ChatRenderer.from_folder(config.policy.model)
     try:

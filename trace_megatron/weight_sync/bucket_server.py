@@ -64,6 +64,11 @@ class BucketServer:
         self._thread.join()
 
 
+def check_address(address: str) -> None:
+    """Raises UserError where this host has no such address."""
+    BucketServer(address).close()
+
+
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
