@@ -3,7 +3,8 @@
 Usage: tools/compile_kernels.py [FILE.cu ...]
 Without files csrc/cuda/*.cpp, which binds the kernels to torch, is compiled as well.
 nvcc is $NVCC, or the one in $CUDA_HOME, in PATH, or in this Python's packages (pip install --no-deps -r
-requirements-nvcc.txt). Exit code 1 where a kernel spills registers or does not compile, 2 where there is no nvcc.
+requirements-nvcc.txt). Exit code 1 where a kernel spills registers or does not compile, 2 where there is no nvcc or no
+such file.
 """
 
 from __future__ import annotations
@@ -114,6 +115,13 @@ def short_name(mangled: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
+    missing = [path for path in arguments if not Path(path).is_file()]
+    if missing:
+        print(
+            f"error: expected sources to compile, found no file at '{missing[0]}': tools/compile_kernels.py [FILE.cu ...]",
+            file=sys.stderr,
+        )
+        return 2
     nvcc = find_nvcc()
     if nvcc is None:
         print(

@@ -55,3 +55,8 @@ def test_without_nvcc_the_remedy_is_named(monkeypatch, capsys):
     monkeypatch.setattr(compile_kernels, "find_nvcc", lambda: None)
     assert compile_kernels.main([]) == 2
     assert "requirements-nvcc.txt" in capsys.readouterr().err
+
+
+def test_a_source_that_is_not_there_is_named(capsys):
+    assert compile_kernels.main(["nowhere.cu"]) == 2
+    assert "found no file at 'nowhere.cu'" in capsys.readouterr().err
