@@ -118,7 +118,7 @@ def main(arguments: list[str]) -> int:
     missing = [path for path in arguments if not Path(path).is_file()]
     if missing:
         print(
-            f"error: expected sources to compile, found no file at '{missing[0]}': tools/compile_kernels.py [FILE.cu ...]",
+            f"error: expected a source, found no file at '{missing[0]}': tools/compile_kernels.py [FILE.cu ...]",
             file=sys.stderr,
         )
         return 2
