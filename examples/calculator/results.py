@@ -81,13 +81,14 @@ def read_runs(root: Path) -> Iterator[Run]:
 def tables(runs: Sequence[Run], baseline: str) -> Iterator[str]:
     least_tokens = min(run.tokens[-1] for run in runs)
     yield table("effective ratio, mean over steps", runs, baseline, lambda run: run.mean("rollout/effective_ratio"))
-    yield table("held-out accuracy at the last validation", runs, baseline, final_accuracy)
-    yield table(
-        f"held-out accuracy after {least_tokens:,.0f} sampled tokens",
-        runs,
-        baseline,
-        lambda run: accuracy_at_tokens(run, least_tokens),
-    )
+    if all(run.series("validation/accuracy")[1].size for run in runs):
+        yield table("held-out accuracy at the last validation", runs, baseline, final_accuracy)
+        yield table(
+            f"held-out accuracy after {least_tokens:,.0f} sampled tokens",
+            runs,
+            baseline,
+            lambda run: accuracy_at_tokens(run, least_tokens),
+        )
     yield table("mixed trees a step", runs, baseline, mixed_trees)
     yield table("mixed pairs per unit", runs, baseline, lambda run: run.mean("rollout/contrasts_per_unit"))
     yield table("units", runs, baseline, lambda run: run.total("rollout/units"))
