@@ -43,7 +43,9 @@ class ScriptedEngine:
         self.num_open = self.most_open = self.num_requests = 0
         self.peak_bytes = 0
 
-    async def generate(self, token_ids: Sequence[int], settings: SamplingSettings, seed: int) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], settings: SamplingSettings, seed: int, affinity: str = ""
+    ) -> Completion:
         self.num_requests += 1
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
