@@ -33,6 +33,15 @@ TORCH_LIBRARY(trace_megatron, m) {
       "value_head_backward(Tensor grad_probs, Tensor probs, Tensor hidden, Tensor index, Tensor norm_weight,"
       " Tensor weight, Tensor? bias, float eps)"
       " -> (Tensor grad_hidden, Tensor grad_norm_weight, Tensor grad_weight, Tensor grad_bias)");
+  m.def("softmax_statistics(Tensor logits, Tensor labels, float scale) -> Tensor");
+  m.def(
+      "softmax_gradient_(Tensor(a!) logits, Tensor labels, Tensor log_normalizers, Tensor slopes, float scale) -> ()");
+  m.def("rms_norm_forward(Tensor x, Tensor weight, float eps) -> (Tensor out, Tensor inverse)");
+  m.def(
+      "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor inverse)"
+      " -> (Tensor grad_x, Tensor grad_weight)");
+  m.def("swiglu_forward(Tensor x) -> Tensor");
+  m.def("swiglu_backward(Tensor grad, Tensor x) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(trace_megatron, CPU, m) {
@@ -46,6 +55,12 @@ TORCH_LIBRARY_IMPL(trace_megatron, CPU, m) {
   m.impl("allocate_table", &trace_megatron::allocate_table_op);
   m.impl("value_head_forward", &trace_megatron::value_head_forward);
   m.impl("value_head_backward", &trace_megatron::value_head_backward);
+  m.impl("softmax_statistics", &trace_megatron::softmax_statistics);
+  m.impl("softmax_gradient_", &trace_megatron::softmax_gradient_);
+  m.impl("rms_norm_forward", &trace_megatron::rms_norm_forward);
+  m.impl("rms_norm_backward", &trace_megatron::rms_norm_backward);
+  m.impl("swiglu_forward", &trace_megatron::swiglu_forward);
+  m.impl("swiglu_backward", &trace_megatron::swiglu_backward);
 }
 
 PyMODINIT_FUNC PyInit__native() {

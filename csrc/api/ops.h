@@ -45,4 +45,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> value_head_backward(const Tensor& gra
                                                                const Tensor& norm_weight, const Tensor& weight,
                                                                const OptionalTensor& bias, double eps);
 
+// [4, E]: highest, sum, weighted and label of every row of logits [E, V]; see cpu/rows.h.
+Tensor softmax_statistics(const Tensor& logits, const Tensor& labels, double scale);
+void softmax_gradient_(Tensor& logits, const Tensor& labels, const Tensor& log_normalizers, const Tensor& slopes,
+                       double scale);
+// The normed rows, and 1 / rms of each.
+std::tuple<Tensor, Tensor> rms_norm_forward(const Tensor& x, const Tensor& weight, double eps);
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
+                                             const Tensor& inverse);
+Tensor swiglu_forward(const Tensor& x);
+Tensor swiglu_backward(const Tensor& grad, const Tensor& x);
+
 }  // namespace trace_megatron

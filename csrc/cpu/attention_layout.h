@@ -2,29 +2,12 @@
 #pragma once
 
 #include "attention_plan.h"
+#include "bfloat16.h"
 
 namespace trace_megatron {
 namespace {
 
 constexpr int64_t kRowsAhead = 8;  // whose memory is asked for early
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-TRACE_INLINE float to_float(float x) { return x; }
-TRACE_INLINE float to_float(BFloat16 x) {
-  const uint32_t word = uint32_t(x.bits) << 16;
-  float value;
-  memcpy(&value, &word, sizeof value);
-  return value;
-}
-TRACE_INLINE void from_float(float x, float& to) { to = x; }
-TRACE_INLINE void from_float(float x, BFloat16& to) {  // to nearest, ties to even
-  uint32_t word;
-  memcpy(&word, &x, sizeof word);
-  to.bits = uint16_t(x != x ? 0x7fc0u : (word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
-}
 
 // Reading and reordering rows of q, k, v and grad_out. Elem rows are [dim / depth]: what lies together along d.
 template <class Product, class In>

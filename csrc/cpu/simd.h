@@ -81,6 +81,10 @@ TRACE_INLINE Vec operator*(Vec a, Vec b) {
   Vec r;
   TRACE_LANES(a[i] * b[i]);
 }
+TRACE_INLINE Vec operator/(Vec a, Vec b) {
+  Vec r;
+  TRACE_LANES(a[i] / b[i]);
+}
 TRACE_INLINE Vec& operator+=(Vec& a, Vec b) { return a = a + b; }
 TRACE_INLINE IntVec operator<(Vec a, Vec b) {
   IntVec r;

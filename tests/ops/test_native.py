@@ -26,6 +26,9 @@ with warnings.catch_warnings(record=True) as caught:
     ops.pack_tree(torch.arange(3), torch.tensor([0, 1, 3]), torch.tensor([-1, 0]))
     ops.allocate_roots(torch.tensor([0.5]), torch.tensor([2]))
     ops.value_head(x[:, 0], torch.tensor([1]), torch.ones(16), torch.ones(16))
+    ops.swiglu(ops.rms_norm(x, torch.ones(16), 1e-5))
+    logits, labels = torch.randn(2, 9), torch.tensor([1, 2])
+    ops.softmax_gradient(logits, labels, *ops.softmax_statistics(logits, labels, 1.0)[:2], 1.0)
 mine = [str(w.message) for w in caught if "native CPU ops" in str(w.message)]
 assert len(mine) == 1 and "references run instead" in mine[0] and "TRACE_BUILD=cpu" in mine[0], mine
 """

@@ -105,9 +105,9 @@ def test_kept_activations(built, recompute):
     assert scores.logprobs.numel() == trained_edges(batch).numel() > 0
     scores.logprobs.sum().backward()
     planned = dataclasses.replace(config, policy=dataclasses.replace(config.policy, recompute=recompute))
-    # the final norm, torch's own as all norms here, and the rows that the vocabulary head is asked about
-    head = TOKENS * hf.hidden_size * (4 + 4) + TOKENS // 2 * hf.hidden_size * 2
-    expected = hf.num_layers * layer_activations(hf, planned, fused_norms=False) + head
+    # the final norm's input, and the rows that the vocabulary head is asked about
+    head = TOKENS * hf.hidden_size * 2 + TOKENS // 2 * hf.hidden_size * 2
+    expected = hf.num_layers * layer_activations(hf, planned, native=True) + head
     assert sum(kept.values()) == pytest.approx(expected, rel=0.2)
 
 

@@ -13,7 +13,8 @@ def layer_spec():
     attention = SimpleNamespace(
         submodules=SimpleNamespace(core_attention="Transformer Engine's", q_layernorm="its own")
     )
-    return SimpleNamespace(submodules=SimpleNamespace(self_attention=attention, input_layernorm="its own"))
+    mlp = SimpleNamespace(submodules=SimpleNamespace(activation_func="its own"))
+    return SimpleNamespace(submodules=SimpleNamespace(self_attention=attention, mlp=mlp, input_layernorm="its own"))
 
 
 @pytest.mark.parametrize(("on_gpu", "has_te"), [(True, True), (True, False), (False, True)])
@@ -33,8 +34,11 @@ def test_transformer_engine_layers_read_the_tree(monkeypatch, on_gpu, has_te, nu
     monkeypatch.setattr(model, "get_gpt_layer_with_transformer_engine_spec", spec_of("te"))
     monkeypatch.setattr(model, "get_gpt_layer_local_spec", spec_of("local"))
     monkeypatch.setattr(model, "get_num_layers_to_build", lambda config, stage: 3)
-    block = model.build_layer_spec(SimpleNamespace(num_moe_experts=num_experts, qk_layernorm=True))
     uses_te = on_gpu and has_te
+    own_activation = not uses_te and num_experts is None
+    block = model.build_layer_spec(
+        SimpleNamespace(num_moe_experts=num_experts, qk_layernorm=True, use_te_activation_func=own_activation)
+    )
     assert list(asked) == ["te" if uses_te else "local"]
     assert all(options["num_experts"] == num_experts and options["qk_layernorm"] for options in asked.values())
     assert block.layer_norm is (model.TENorm if uses_te else model.RMSNorm)
@@ -45,6 +49,8 @@ def test_transformer_engine_layers_read_the_tree(monkeypatch, on_gpu, has_te, nu
         # fused norms are part of Transformer Engine's linear layers; Megatron's own norm refuses sequence parallelism
         assert spec.submodules.input_layernorm == ("its own" if uses_te else model.RMSNorm)
         assert attention.q_layernorm == ("its own" if uses_te else model.RMSNorm)
+        activation = spec.submodules.mlp.submodules.activation_func
+        assert activation == (model.SwiGLU if own_activation else "its own")
 
 
 def test_the_step_of_a_fused_adam_is_kept_in_its_groups():

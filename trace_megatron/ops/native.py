@@ -17,6 +17,12 @@ NAMES = (
     "allocate_table",
     "value_head_forward",
     "value_head_backward",
+    "softmax_statistics",
+    "softmax_gradient_",
+    "rms_norm_forward",
+    "rms_norm_backward",
+    "swiglu_forward",
+    "swiglu_backward",
 )
 """Ops that an extension of this version registers under ``torch.ops.trace_megatron``."""
 

@@ -102,14 +102,14 @@ def _shard_size(weight: Weight, config: Config) -> int:
     return size // tensor
 
 
-def layer_activations(hf: HFModelConfig, config: Config, *, fused_norms: bool = True) -> float:
+def layer_activations(hf: HFModelConfig, config: Config, *, native: bool = False) -> float:
     """Bytes that one layer keeps for the backward pass of one micro-batch.
 
     Kept of every token: input and output of both norms (H each, split with sequence parallelism); q, k and v as
     projected, q and k after RoPE, and once more where they are normed; attention's output; of the MLP gate and up, the
     gate's halves of the activation and their product, 5 F in Megatron's unfused SwiGLU. Tree attention keeps no scores.
-    ``fused_norms``: Transformer Engine's; torch's own keep input and result in float32 beside the output. Full
-    recompute keeps the layer's input alone.
+    ``native``: with the CPU's own SwiGLU, which keeps its input and its output, 3 F. Full recompute keeps the layer's
+    input alone.
     """
     policy = config.policy
     width = _width(config)
@@ -117,18 +117,17 @@ def layer_activations(hf: HFModelConfig, config: Config, *, fused_norms: bool = 
     tokens = policy.tokens_per_micro_batch / policy.context_parallel
     if policy.recompute == "full":
         return tokens * width * hf.hidden_size / sequence
-    norm = 2 * width if fused_norms else 2 * MAIN_BYTES + width
-    return tokens * (2 * norm * hf.hidden_size / sequence + _split_bytes(hf, config, fused_norms))
+    return tokens * (4 * width * hf.hidden_size / sequence + _split_bytes(hf, config, native))
 
 
-def _split_bytes(hf: HFModelConfig, config: Config, fused_norms: bool = True) -> float:
+def _split_bytes(hf: HFModelConfig, config: Config, native: bool = False) -> float:
     """Of a token in a layer, what tensor parallelism splits."""
     width = _width(config)
     query, key = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
     ffn = hf.experts_per_token * hf.expert_ffn_size if hf.num_experts else hf.ffn_size
-    size = width * ((query + 2 * key) + (query + key) + query + 5 * ffn)
+    size = width * ((query + 2 * key) + (query + key) + query + (3 if native else 5) * ffn)
     if hf.qk_norm:
-        size += (width if fused_norms else 2 * MAIN_BYTES) * (query + key)
+        size += width * (query + key)
     return size / config.policy.tensor_parallel
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from trace_megatron.ops import softmax_gradient, softmax_statistics
+
 LOGITS_PER_CHUNK = 1 << 26
 """Logits alive at once, in float32 256 MiB: 441 rows of 152k, which fill a GPU."""
-CPU_LOGITS_PER_CHUNK = 1 << 24
-"""64 MiB: SmolLM2 trains 20 % faster by the clock on two threads than with 256 MiB. Fresh pages cost more there than
-adding up the gradient of the weight, once a chunk."""
+CPU_LOGITS_PER_CHUNK = 1 << 25
+"""682 rows of 49k, in bfloat16 64 MiB: most packs of a small model are one chunk, whose product is the gradient of the
+weight already; adding up such gradients costs more than computing them."""
 
 
 def edge_logprobs(
@@ -45,20 +47,13 @@ class _EdgeLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropies, log_normalizers = (hidden.new_empty(hidden.size(0), dtype=dtype) for _ in range(3))
         for rows in _chunks(hidden, weight):
-            logits = _logits(hidden[rows], weight[:num_real], temperature)
-            highest = _highest(logits, group)
-            logits -= highest[:, None]
-            chosen, owned = _owned_columns(columns[rows], num_real)
-            # A label of another rank adds 0 here; so does every label on a rank that holds padding alone.
-            label_logits = logits.gather(1, chosen[:, None])[:, 0] * owned if num_real else torch.zeros_like(highest)
-            exponentials = logits.exp()
-            sums = torch.stack((exponentials.sum(1), (exponentials * logits).sum(1), label_logits))
-            if group is not None:
-                dist.all_reduce(sums, group=group)
+            logits = _logits(hidden[rows], weight[:num_real])
+            highest, *sums = softmax_statistics(logits, columns[rows], 1.0 / temperature)
+            highest, sums = _over_shards(highest, torch.stack(sums), group)
             log_sums = sums[0].log()
-            logprobs[rows] = sums[2] - log_sums
-            entropies[rows] = log_sums - sums[1] / sums[0]
             log_normalizers[rows] = highest + log_sums
+            logprobs[rows] = sums[2] - log_normalizers[rows]
+            entropies[rows] = log_sums - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, columns, log_normalizers)
         ctx.temperature, ctx.num_real, ctx.group = temperature, num_real, group
         ctx.mark_non_differentiable(entropies)
@@ -67,26 +62,46 @@ class _EdgeLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_logprobs, _grad_entropies):
         hidden, weight, columns, log_normalizers = ctx.saved_tensors
-        num_real, real_weight = ctx.num_real, weight[: ctx.num_real]
+        real_weight = weight[: ctx.num_real]
         grad_hidden = torch.empty_like(hidden)
-        # One sum over the chunks, in full precision.
-        grad_weight = torch.zeros_like(weight, dtype=log_normalizers.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = None
         for rows in _chunks(hidden, weight):
-            logits = _logits(hidden[rows], real_weight, ctx.temperature)
+            logits = _logits(hidden[rows], real_weight)
+            slopes = grad_logprobs[rows] / ctx.temperature
             # d logprob / d logits = (one-hot of the label - softmax) / temperature
-            scale = grad_logprobs[rows] / ctx.temperature
-            grad_logits = logits.sub_(log_normalizers[rows, None]).exp_().mul_(-scale[:, None])
-            if num_real:
-                chosen, owned = _owned_columns(columns[rows], num_real)
-                grad_logits.scatter_add_(1, chosen[:, None], (scale * owned)[:, None])
-            grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[rows] = grad_logits @ real_weight
-            if grad_weight is not None:
-                grad_weight[:num_real] += grad_logits.t() @ hidden[rows]
+            grad_logits = softmax_gradient(logits, columns[rows], log_normalizers[rows], slopes, 1.0 / ctx.temperature)
+            torch.mm(grad_logits, real_weight, out=grad_hidden[rows])
+            if not ctx.needs_input_grad[1]:
+                continue
+            product = grad_logits.t() @ hidden[rows]
+            if grad_weight is None:
+                grad_weight = product
+            else:  # the sum over several chunks is taken in full precision
+                grad_weight = grad_weight.to(log_normalizers.dtype).add_(product)
         if ctx.group is not None:
             dist.all_reduce(grad_hidden, group=ctx.group)
+        if grad_weight is None:
+            grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        elif ctx.num_real < weight.size(0):
+            grad_weight = torch.cat((grad_weight, grad_weight.new_zeros(weight.size(0) - ctx.num_real, weight.size(1))))
         grad_weight = grad_weight.to(weight.dtype) if grad_weight is not None else None
         return grad_hidden, grad_weight, None, None, None, None
+
+
+def _over_shards(
+    highest: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Statistics [E], [3, E] of the whole vocabulary from those of the ranks' shards."""
+    if group is None:
+        return highest, sums
+    mine = highest
+    highest = mine.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    total, weighted, label = sums
+    drop = mine - highest
+    sums = torch.stack((drop.exp() * total, drop.exp() * (weighted + drop * total), label))
+    dist.all_reduce(sums, group=group)
+    return highest, sums
 
 
 def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
@@ -96,18 +111,5 @@ def _chunks(hidden: torch.Tensor, weight: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
-def _logits(hidden: torch.Tensor, weight: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits = hidden @ weight.t()
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperature)
-
-
-def _highest(logits: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    highest = logits.amax(1) if logits.size(1) else logits.new_full((logits.size(0),), -torch.inf)
-    if group is not None:
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    return highest
-
-
-def _owned_columns(columns: torch.Tensor, num_real: int) -> tuple[torch.Tensor, torch.Tensor]:
-    owned = (columns >= 0) & (columns < num_real)
-    return columns.clamp(0, max(num_real - 1, 0)), owned
+def _logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return hidden @ weight.t()

@@ -24,6 +24,7 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from trace_megatron.config import PolicyConfig
+from trace_megatron.ops import rms_norm, swiglu
 from trace_megatron.policy.hf_config import HFModelConfig, Llama3Scaling
 from trace_megatron.policy.layout import check_parallel, split_layers
 from trace_megatron.policy.tree_attention import TreeCoreAttention, TreeSequence
@@ -86,6 +87,8 @@ def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> Transfo
         qk_layernorm=hf.qk_norm,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
+        # Megatron's name for a layer spec that brings the whole gated activation, as the local one below does
+        use_te_activation_func=not hf.num_experts and not (on_gpu and HAVE_TE),
         add_bias_linear=False,
         add_qkv_bias=hf.qkv_bias,
         attention_dropout=0.0,
@@ -116,6 +119,8 @@ def build_layer_spec(config: TransformerConfig, virtual_stage: int | None = None
         if config.qk_layernorm:
             attention = spec.submodules.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = norm
+        if config.use_te_activation_func:
+            spec.submodules.mlp.submodules.activation_func = SwiGLU
     spec.submodules.self_attention.submodules.core_attention = TreeCoreAttention
     return TransformerBlockSubmodules(
         layer_specs=[spec] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
@@ -134,6 +139,19 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # each rank sees its part of the sequence: Megatron sums the gradients of flagged weights over the ranks
         self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class SwiGLU(torch.nn.Module):
+    """The gated activation of a feed-forward layer, [..., 2 F] -> [..., F], in Megatron's terms."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return swiglu(x)
 
 
 class TreeRotaryEmbedding(torch.nn.Module):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 
@@ -45,10 +46,12 @@ class Trainer:
         """Optimizer steps done."""
         self._forward, self._optimizer_config, self._loss = forward, optimizer, loss
         self._total_steps, self._ranks = total_steps, ranks
-        self._replicas = [_wrap(chunk, optimizer.distributed) for chunk in self.model_chunks]
-        self.optimizer = build_optimizer(self._replicas, optimizer)
+        # A single replica has nothing to shard, and gloo would copy its whole gradient on the way to itself.
+        sharded = optimizer.distributed and (torch.cuda.is_available() or _num_replicas() > 1)
+        self._replicas = [_wrap(chunk, sharded) for chunk in self.model_chunks]
+        self.optimizer = build_optimizer(self._replicas, replace(optimizer, distributed=sharded))
         for chunk in self.model_chunks:
-            chunk.config.finalize_model_grads_func = finalize_model_grads
+            chunk.config.finalize_model_grads_func = _finalize
 
     def train_step(self, batches: Sequence[TreeBatch]) -> Update:
         """One optimizer step on this rank's micro-batches; all replicas bring equally many."""
@@ -69,10 +72,7 @@ class Trainer:
 
         def evaluate(batch: TreeBatch, scores: EdgeScores) -> tuple[torch.Tensor, torch.Tensor, StepSums]:
             loss, sums = pack_loss(batch, scores, self._loss)
-            # Megatron divides the gradient by the token count of all ranks. The weights are normalised over the whole
-            # batch already, so the counts must add up to one.
-            is_first = self._ranks.data_rank == self._ranks.context_rank == 0 and batch is batches[0]
-            return loss, torch.tensor(int(is_first), dtype=torch.int, device=loss.device), sums
+            return loss, torch.zeros((), dtype=torch.int, device=loss.device), sums
 
         packs = run_schedule(self._replicas, batches, self._forward, evaluate, forward_only=False)
         return reduce_sums(packs, self._ranks.reports, self._ranks.command_group)
@@ -119,3 +119,13 @@ def _wrap(chunk: GPTModel, distributed_optimizer: bool) -> DistributedDataParall
         check_for_nan_in_grad=True,
     )
     return DistributedDataParallel(chunk.config, config, chunk)
+
+
+def _num_replicas() -> int:
+    return parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+
+
+def _finalize(model_chunks: list[torch.nn.Module], _num_tokens: torch.Tensor, **options) -> None:
+    """Add up gradients over ranks. Megatron would then divide by the token count of all ranks: the packs' weights are
+    normalised over the whole batch already."""
+    finalize_model_grads(model_chunks, None, **options)
