@@ -21,6 +21,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from trace_megatron.config import PolicyConfig
@@ -144,11 +145,8 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x, self.weight, self.eps)
 
 
-class SwiGLU(torch.nn.Module):
+class SwiGLU(MegatronModule):
     """The gated activation of a feed-forward layer, [..., 2 F] -> [..., F], in Megatron's terms."""
-
-    def __init__(self, config: TransformerConfig):
-        super().__init__()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return swiglu(x)
