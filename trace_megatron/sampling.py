@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from trace_megatron.config import Config
 from trace_megatron.envs import build_environment
+from trace_megatron.event_loop import EventLoop
 from trace_megatron.log import say
 from trace_megatron.rollout.chat import ChatRenderer
 from trace_megatron.rollout.collector import evaluate
@@ -56,7 +56,7 @@ class Sampling:
 
 
 @contextmanager
-def open_sampling(config: Config, loop: asyncio.Runner) -> Iterator[Sampling]:
+def open_sampling(config: Config, loop: EventLoop) -> Iterator[Sampling]:
     """Start the engine on ``loop``, and close it whatever happens."""
     if config.sync.address:
         check_address(config.sync.address)  # before an engine's minutes
@@ -70,7 +70,7 @@ def open_sampling(config: Config, loop: asyncio.Runner) -> Iterator[Sampling]:
 
 
 @contextmanager
-def open_engine(config: Config, loop: asyncio.Runner) -> Iterator[EnginePool]:
+def open_engine(config: Config, loop: EventLoop) -> Iterator[EnginePool]:
     """The engines of ``open_sampling`` alone."""
     engine = EnginePool(_engines(config), config.engine.timeout_s)
     try:

@@ -6,7 +6,6 @@ Source: TRACE, arXiv 2606.11119. Suffixes: P candidate prompts.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from trace_megatron.algorithm.selectors import PromptHistory, Selector, root_vie
 from trace_megatron.algorithm.summary import summarize_trees
 from trace_megatron.config import Config
 from trace_megatron.errors import WeightSyncError
+from trace_megatron.event_loop import EventLoop
 from trace_megatron.log import progress, say
 from trace_megatron.metrics import StepMetrics, Stopwatch
 from trace_megatron.policy.worker import Policy
@@ -54,8 +54,8 @@ class Parts:
     colocation: Colocation
     """Who holds the devices' memory, where trainer and engines share them."""
     sampling: Sampling
-    loop: asyncio.Runner
-    """The event loop of the engine and the environments; it runs while something is awaited."""
+    loop: EventLoop
+    """Of the engine and the environments."""
 
 
 def run_step(parts: Parts, step: int) -> tuple[StepMetrics, list[RolloutTree]]:
@@ -117,14 +117,14 @@ def push_weights(parts: Parts, version: int) -> tuple[SyncStats, LogprobDifferen
     if not parts.weight_sync.verify_due:
         return stats, None
     rollout, sampling = parts.config.rollout, parts.sampling
-    difference = verify(
+    return stats, verify(
+        parts.loop.run,
         sampling.engine,
         lambda pairs: score_completions(parts.policy, pairs),
         [prompt.token_ids for prompt in sampling.prompts("train").next(VERIFIED_PROMPTS)],
         SamplingSettings(rollout.temperature, rollout.top_p, VERIFIED_TOKENS, sampling.renderer.stop_token_ids),
         parts.weight_sync.tolerance,
     )
-    return stats, parts.loop.run(difference)
 
 
 def _push_to_all(parts: Parts, version: int) -> SyncStats:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from trace_megatron.algorithm.selectors import PromptHistory, build_selector
 from trace_megatron.config import Config, load_config
 from trace_megatron.errors import ColocationError, RolloutError, UserError, WeightSyncError
+from trace_megatron.event_loop import EventLoop
 from trace_megatron.log import progress, say
 from trace_megatron.memory import used_memory_gib
 from trace_megatron.metrics import MetricsWriter, StepMetrics, read_lines
@@ -60,7 +60,7 @@ def train(folder: RunFolder, config: Config, resume: bool) -> None:
             policy.load_checkpoint(checkpoint / "policy")
         if config.engine.colocated:  # the engines' start finds the room that they will have
             policy.offload()
-        with asyncio.Runner() as loop, open_sampling(config, loop) as sampling:
+        with EventLoop() as loop, open_sampling(config, loop) as sampling:
             parts = build_parts(config, policy, predictor or ConstantPredictor(), sampling, loop)
             drive(parts, folder, checkpoint)
 
@@ -106,9 +106,7 @@ def build_policy(config: Config) -> Policy:
     )
 
 
-def build_parts(
-    config: Config, policy: Policy, predictor: Predictor, sampling: Sampling, loop: asyncio.Runner
-) -> Parts:
+def build_parts(config: Config, policy: Policy, predictor: Predictor, sampling: Sampling, loop: EventLoop) -> Parts:
     """What ``drive`` works with, on a running engine."""
     prefix_scores = TimedScores(predictor)
     selector = build_selector(config.method, config.budget)

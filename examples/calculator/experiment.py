@@ -11,7 +11,6 @@ can be repeated until all are done. Then: python examples/calculator/results.py
 from __future__ import annotations
 
 import argparse
-import asyncio
 import shutil
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from trace_megatron.checks import check_config
 from trace_megatron.config import Config, load_config
 from trace_megatron.errors import UserError
+from trace_megatron.event_loop import EventLoop
 from trace_megatron.log import say
 from trace_megatron.metrics import read_lines
 from trace_megatron.policy import parallel
@@ -92,7 +92,7 @@ def main() -> None:
     say(f"{options.suite}: {len(configs)} runs to do")
     if not configs:
         return
-    with asyncio.Runner() as loop, open_sampling(configs[0], loop) as sampling:
+    with EventLoop() as loop, open_sampling(configs[0], loop) as sampling:
         for number, config in enumerate(configs, 1):
             start_s = time.perf_counter()
             run(config, replace(sampling, config=config), loop)
@@ -123,7 +123,7 @@ def is_finished(config: Config) -> bool:
     return len(read_lines(folder.root / "metrics.jsonl")) == config.run.steps
 
 
-def run(config: Config, sampling: Sampling, loop: asyncio.Runner) -> None:
+def run(config: Config, sampling: Sampling, loop: EventLoop) -> None:
     folder = RunFolder.of(config)
     shutil.rmtree(folder.root, ignore_errors=True)  # of an interruption: ``is_finished`` has looked
     folder.prepare(config, resume=False)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from trace_megatron.envs.sandbox.pool import Limits, Sandbox
+from trace_megatron.event_loop import EventLoop
 
 
 @pytest.fixture(scope="module")
 def loop():
-    with asyncio.Runner() as runner:
+    with EventLoop() as runner:
         yield runner
 
 

@@ -18,6 +18,7 @@ from trace_megatron.config import EnvConfig, RolloutConfig
 from trace_megatron.envs import build_environment
 from trace_megatron.envs.retrieval import Retrieval, RetrievalState, extract_answer
 from trace_megatron.errors import UserError
+from trace_megatron.event_loop import EventLoop
 from trace_megatron.retrieval.client import RetrievalError
 from trace_megatron.retrieval.index import Index, build_index
 from trace_megatron.rollout.env import Transition
@@ -51,7 +52,7 @@ def files(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def play(files):
     """Plays actions in one environment with one server; ``state``: where to start, else the beginning."""
-    with asyncio.Runner() as loop:
+    with EventLoop() as loop:
         environment = Retrieval(
             train=[str(files / "train.jsonl")], index=str(files / "index"), num_passages=2, max_passage_chars=40
         )

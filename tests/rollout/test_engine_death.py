@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from pathlib import Path
@@ -16,6 +15,7 @@ from tests.tiny_models import write_tiny_model
 from trace_megatron.algorithm.selectors import build_selector
 from trace_megatron.algorithm.tree import check_tree, num_units, prefix_anchors
 from trace_megatron.config import BudgetConfig, EngineConfig, MethodConfig, RolloutConfig, SyncConfig
+from trace_megatron.event_loop import EventLoop
 from trace_megatron.rollout.chat import ChatRenderer
 from trace_megatron.rollout.collector import Collector
 from trace_megatron.rollout.engine_process import processes_below
@@ -38,7 +38,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def loop():
-    with asyncio.Runner() as runner:
+    with EventLoop() as runner:
         yield runner
 
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import write_tiny_model
 from trace_megatron.config import EngineConfig, SyncConfig
 from trace_megatron.errors import UserError, WeightSyncError
+from trace_megatron.event_loop import EventLoop
 from trace_megatron.rollout.engine import Completion, EngineError, SamplingSettings
 from trace_megatron.rollout.pool import EnginePool
 from trace_megatron.rollout.served_engine import ServedEngine
@@ -41,7 +42,7 @@ def server(folders, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loop():
-    with asyncio.Runner() as runner:
+    with EventLoop() as runner:
         yield runner
 
 

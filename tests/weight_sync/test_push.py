@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny_models import write_tiny_model
 from trace_megatron.config import EngineConfig, SyncConfig
 from trace_megatron.errors import UserError, WeightSyncError
+from trace_megatron.event_loop import EventLoop
 from trace_megatron.rollout.engine import EngineError, SamplingSettings
 from trace_megatron.rollout.engine_main import shared_files
 from trace_megatron.rollout.engine_process import processes_below
@@ -67,7 +68,7 @@ def new(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def loop():
-    with asyncio.Runner() as runner:
+    with EventLoop() as runner:
         yield runner
 
 
@@ -141,13 +142,13 @@ def test_a_tensor_that_changed_on_its_way_is_named(loop, engine, old, new, monke
 
 def test_the_verifier_knows_whose_weights_they_are(loop, engine, sync, old, new):
     push(loop, sync, new, version=9)
-    difference = loop.run(verify(engine, new.score, PROMPTS, settings(), sync.tolerance))
+    difference = verify(loop.run, engine, new.score, PROMPTS, settings(), sync.tolerance)
     assert difference.max < 1e-4
     assert difference.mean < difference.max
     with pytest.raises(WeightSyncError, match="differ from the trainer's by up to"):
-        loop.run(verify(engine, old.score, PROMPTS, settings(), sync.tolerance))
+        verify(loop.run, engine, old.score, PROMPTS, settings(), sync.tolerance)
     with pytest.raises(WeightSyncError, match="temperature"):
-        loop.run(verify(engine, new.score, PROMPTS, settings(0.7), sync.tolerance))
+        verify(loop.run, engine, new.score, PROMPTS, settings(0.7), sync.tolerance)
 
 
 def withheld(weights):

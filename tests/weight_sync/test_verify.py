@@ -40,7 +40,7 @@ def score(pairs):
 
 def run(differences, tolerance=0.1, top_p=1.0, score=score):
     settings = SamplingSettings(0.7, top_p, 8, (0,))
-    return asyncio.run(verify(FixedEngine(differences), score, PROMPTS, settings, tolerance))
+    return verify(asyncio.run, FixedEngine(differences), score, PROMPTS, settings, tolerance)
 
 
 def test_agreement_is_measured():
@@ -80,7 +80,7 @@ def test_requests_are_those_of_the_run_and_always_the_same():
     settings = SamplingSettings(0.7, 0.9, 8, (0,))
     engines = [FixedEngine([[0.0, 0.0], [0.0]]) for _ in range(2)]
     for engine in engines:
-        asyncio.run(verify(engine, score, PROMPTS, settings, 0.1))
+        verify(asyncio.run, engine, score, PROMPTS, settings, 0.1)
     assert engines[0].requests == engines[1].requests
     assert [request[:2] for request in engines[0].requests] == [(prompt, settings) for prompt in PROMPTS]
     assert len({seed for _, _, seed in engines[0].requests}) == len(PROMPTS)

@@ -18,6 +18,7 @@ from trace_megatron.eval.benchmarks import Benchmark, describe, open_environment
 from trace_megatron.eval.checkpoints import digest, find_checkpoint, to_hf_folder
 from trace_megatron.eval.records import Record, RecordFile
 from trace_megatron.eval.table import Summary, summarize
+from trace_megatron.event_loop import EventLoop
 from trace_megatron.log import progress, say
 from trace_megatron.rollout.chat import ChatRenderer
 from trace_megatron.rollout.engine import RolloutEngine
@@ -54,7 +55,7 @@ def evaluate_policy(config: Config) -> list[Summary]:
     weights = digest(folder)
     say(f"{folder}: {describe(benchmarks)}; records in {checkpoint.home}")
     with ExitStack() as stack:
-        loop = stack.enter_context(asyncio.Runner())
+        loop = stack.enter_context(EventLoop())
         for environment in environments:
             stack.callback(lambda environment=environment: loop.run(environment.close()))
         works = []

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trace_megatron.errors import WeightSyncError
-from trace_megatron.rollout.engine import RolloutEngine, SamplingSettings
+from trace_megatron.rollout.engine import Completion, RolloutEngine, SamplingSettings
 from trace_megatron.rollout.seeds import request_seed
 from trace_megatron.types import ROOT
 
 Score = Callable[[list[tuple[Sequence[int], Sequence[int]]]], list[list[float]]]
 """[(prompt ids, completion ids)] -> the trainer's logprobs of the completion ids, at the sampling temperature."""
+Run = Callable[[Coroutine[Any, Any, list[Completion]]], list[Completion]]
+"""Runs a coroutine on the engine's event loop: the trainer scores in the caller's thread, rollouts go on meanwhile."""
 
 MEAN_SHARE = 1 / 8
 """Allowed mean difference as a share of the allowed largest one."""
@@ -28,7 +31,8 @@ class LogprobDifference:
     num_tokens: int
 
 
-async def verify(
+def verify(
+    run: Run,
     engine: RolloutEngine,
     score: Score,
     prompts: Sequence[Sequence[int]],
@@ -41,12 +45,7 @@ async def verify(
     up to -log(top_p); only what lies outside counts. Raises WeightSyncError where the largest difference is above
     ``tolerance``, or the mean above an eighth of it: rounding reaches far on a few rare tokens, other weights on all.
     """
-    completions = await asyncio.gather(
-        *(
-            engine.generate(prompt, settings, request_seed(0, 0, "verify", ROOT, index, 0))
-            for index, prompt in enumerate(prompts)
-        )
-    )
+    completions = run(_sample(engine, prompts, settings))
     scores = score([(prompt, completion.token_ids) for prompt, completion in zip(prompts, completions, strict=True)])
     slack = -math.log(settings.top_p)
     compared = [
@@ -67,6 +66,17 @@ async def verify(
             "differently; in bfloat16 a small excess is rounding, see sync.verify_tolerance"
         )
     return LogprobDifference(worst, mean, len(compared))
+
+
+async def _sample(
+    engine: RolloutEngine, prompts: Sequence[Sequence[int]], settings: SamplingSettings
+) -> list[Completion]:
+    return await asyncio.gather(
+        *(
+            engine.generate(prompt, settings, request_seed(0, 0, "verify", ROOT, index, 0))
+            for index, prompt in enumerate(prompts)
+        )
+    )
 
 
 def _difference(excess: float, slack: float) -> float:
