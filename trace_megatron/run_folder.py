@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +63,19 @@ class RunFolder:
         complete = sorted(path.parent for path in self._checkpoints.glob("step_*/state.json"))
         return complete[-1] if complete else None
 
-    def save_checkpoint(self, step: int, state: dict[str, Any], parts: dict[str, Callable[[Path], None]]) -> Path:
-        """Write every part with its own function, then ``state.json``, then give the folder its name."""
-        target = self._checkpoints / f"step_{step:06d}"
+    def open_checkpoint(self, step: int) -> Path:
+        """A folder to write a checkpoint's parts into. It is none yet."""
         partial = self._checkpoints / f".step_{step:06d}.partial"
         if partial.exists():  # left by an interrupted save
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-        for name, save in parts.items():
-            save(partial / name)
-        (partial / "state.json").write_text(json.dumps(state))
-        partial.rename(target)
-        return target
+        return partial
+
+    def complete_checkpoint(self, step: int, state: str) -> Path:
+        """When all parts are written: add ``state.json``, and give the folder its name."""
+        partial = self._checkpoints / f".step_{step:06d}.partial"
+        (partial / "state.json").write_text(state)
+        return partial.rename(self._checkpoints / f"step_{step:06d}")
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:

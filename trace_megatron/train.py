@@ -7,8 +7,10 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from trace_megatron.algorithm.selectors import PromptHistory, build_selector
+from trace_megatron.checkpoints import Checkpoints
 from trace_megatron.config import Config, load_config
 from trace_megatron.errors import ColocationError, RolloutError, UserError, WeightSyncError
 from trace_megatron.event_loop import EventLoop
@@ -76,6 +78,7 @@ def drive(parts: Parts, folder: RunFolder, checkpoint: Path | None) -> None:
     sync, difference = push_weights(parts, version=first_step - 1)
     say(f"weights pushed in {sync.seconds:.1f} s; engine and trainer agree to {difference.max:.1e} in logprob")
     writer = MetricsWriter(folder.root, first_step)
+    checkpoints = Checkpoints(folder, parts.policy, parts.predictor)
     try:
         for step in range(first_step, config.run.steps + 1):
             metrics, trees = run_step(parts, step)
@@ -83,8 +86,10 @@ def drive(parts: Parts, folder: RunFolder, checkpoint: Path | None) -> None:
             writer.write(metrics)
             say(describe_step(metrics, config.run.steps) + describe_failures(metrics))
             write_trees(folder.trees / f"step_{step:06d}.jsonl.zst", trees)
+            checkpoints.finish(wait=False)  # of an earlier step, written meanwhile
             if _is_due(step, config.run.checkpoint_every) or step == config.run.steps:
-                _checkpoint(parts, folder, step)
+                checkpoints.start(step, _state(parts, step))
+        checkpoints.finish()
     finally:
         writer.close()
     if config.run.export_hf and not folder.hf.exists():
@@ -141,10 +146,9 @@ def build_parts(config: Config, policy: Policy, predictor: Predictor, sampling: 
     )
 
 
-def _checkpoint(parts: Parts, folder: RunFolder, step: int) -> None:
-    state = {"step": step, "prompts": parts.prompts.state(), "history": parts.history.state_dict()}
-    savers = {"policy": parts.policy.save_checkpoint, "predictor": parts.predictor.save}
-    say(f"checkpoint: {folder.save_checkpoint(step, state, savers)}")
+def _state(parts: Parts, step: int) -> dict[str, Any]:
+    """What a checkpoint after ``step`` holds beside policy and predictor."""
+    return {"step": step, "prompts": parts.prompts.state(), "history": parts.history.state_dict()}
 
 
 def _restore(parts: Parts, checkpoint: Path) -> int:

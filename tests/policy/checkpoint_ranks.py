@@ -72,11 +72,17 @@ def main(folder: Path, stage: str) -> None:
 
 
 def save_in_the_middle(folder: Path, name: str, policy: Policy, batches) -> None:
-    policy.save_checkpoint(folder / f"{name}-{START}")
+    """Both checkpoints are of the moment they were started at, although steps are taken while they are written."""
+    policy.start_checkpoint(folder / f"{name}-{START}")
     for _ in range(2):
         policy.train_step(batches)
-    policy.save_checkpoint(folder / f"{name}-checkpoint")
-    report(folder, f"{name}-whole", policy, [policy.train_step(batches) for _ in range(2)])
+        policy.finish_checkpoint(wait=False)  # whether it is written by now or not
+    assert policy.finish_checkpoint() and (folder / f"{name}-{START}").exists()
+    policy.start_checkpoint(folder / f"{name}-checkpoint")
+    steps = [policy.train_step(batches) for _ in range(2)]
+    assert not (folder / f"{name}-checkpoint").exists()
+    policy.finish_checkpoint()
+    report(folder, f"{name}-whole", policy, steps)
 
 
 def resume(folder: Path, source: str, name: str, policy: Policy, batches) -> None:
@@ -107,7 +113,7 @@ def refuse(folder: Path, policy: Policy, batches) -> None:
         policy.load_checkpoint(folder / "dp2-bf16-checkpoint")
     with pytest.raises(UserError, match=r"no policy\.json"):
         policy.load_checkpoint(folder / MODEL)
-    for write in (policy.save_checkpoint, policy.export_hf):
+    for write in (policy.start_checkpoint, policy.export_hf):
         with pytest.raises(UserError, match="expected no folder"):
             write(folder / MODEL)
     for wrong in ([], [[]], [batches[0], batches[0]]):  # this policy has one replica

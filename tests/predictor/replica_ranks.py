@@ -28,7 +28,7 @@ def scenario(predictor, folder: Path) -> dict[str, np.ndarray]:
         stats = predictor.update(trees, "leaf_mean")
         results[f"losses{step}"] = np.array([stats.loss_before, stats.loss_after])
         if step == 0:
-            predictor.save(folder / "checkpoint")
+            predictor.snapshot()(folder / "checkpoint")
     predictor.load(folder / "checkpoint")
     results["restored"] = predictor.score_roots([tree.prompt for tree in random_trees(5, 7)])
     predictor.update(random_trees(1, 1), "leaf_mean")  # a mini-batch with less to share than there are ranks

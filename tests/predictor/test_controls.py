@@ -40,7 +40,7 @@ def test_oracle_by_hand(tmp_path):
     np.testing.assert_allclose(predictor.score_prefixes(again), expected)
     np.testing.assert_allclose(predictor.score_prefixes(continued), expected)  # continuations are no evidence here
 
-    predictor.save(tmp_path)
+    predictor.snapshot()(tmp_path)
     other = OraclePredictor()
     other.load(tmp_path)
     np.testing.assert_array_equal(other.score_prefixes(again), predictor.score_prefixes(again))
@@ -56,7 +56,7 @@ def test_oracle_with_the_truth():
 
 
 def test_checkpoints_know_their_kind(tmp_path):
-    ConstantPredictor().save(tmp_path)
+    ConstantPredictor().snapshot()(tmp_path)
     ConstantPredictor().load(tmp_path)
     with pytest.raises(UserError, match=r"a predictor of kind oracle at .*, found constant"):
         OraclePredictor().load(tmp_path)

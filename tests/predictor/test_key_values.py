@@ -117,7 +117,7 @@ def test_nothing_is_used_across_versions(tiny_llama, change, tmp_path):
     before = copy.deepcopy(predictor._model.state_dict())
     prompts = [tree.prompt for tree in trees]
     if change == "load":
-        predictor.save(tmp_path / "predictor")
+        predictor.snapshot()(tmp_path / "predictor")
         with torch.no_grad():
             for parameter in predictor._model.backbone.parameters():
                 parameter.mul_(1.05)

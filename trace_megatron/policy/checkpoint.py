@@ -3,6 +3,8 @@
 A folder holds safetensors of every rank and ``policy.json``, written last, which says what the checkpoint is of.
 Learning rate and other settings come from the configuration of the run that loads it. There is no random state to
 keep: no part of a policy step draws random numbers.
+
+A save is taken at once, into host memory, and written by a thread of each rank while the run goes on.
 """
 
 from __future__ import annotations
@@ -10,51 +12,78 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, replace
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 
+from trace_megatron.background import in_background
 from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
 from trace_megatron.policy.hf_config import HFModelConfig
 from trace_megatron.policy.optimizer import gather_state, restore_state, restore_step, state_names
 from trace_megatron.policy.run_checkpoint import DESCRIPTION, check_files
-from trace_megatron.policy.sharded_files import read_shards, write_shards
+from trace_megatron.policy.sharded_files import read_shards, shards_to_write, write_shards
 from trace_megatron.policy.trainer import Trainer
 
 _FORMAT = 1
 
 
-def save(folder: str | Path, trainer: Trainer, description: dict[str, Any]) -> None:
-    """Collective over all ranks: write a new ``folder``, which appears complete or not at all."""
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A checkpoint on its way to the disk."""
+
+    folder: Path
+    partial: Path
+    """Where it is until it is complete."""
+    description: dict[str, Any]
+    written: Future[None]
+    """This rank's file."""
+
+
+def start_save(folder: str | Path, trainer: Trainer, description: dict[str, Any]) -> Save:
+    """Collective over all ranks: copy weights, optimizer state and step as they are now, and begin to write them."""
     folder = Path(folder)
     partial = folder.with_name(f".{folder.name}.partial")
-    if dist.get_rank() == 0:
+    rank = dist.get_rank()
+    if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that died while it saved
         partial.mkdir(parents=True)
     dist.barrier()
     state = {}
     for name, place in _places(trainer).items():
-        state[name] = place
+        state[name] = replace(place, data=_on_host(place, place.data))
         for kind, values in gather_state(trainer.optimizer, place.data).items():
-            state[f"{name}/{kind}"] = _of_optimizer(place, kind, values)
-    write_shards(state, partial)
-    dist.barrier()
+            state[f"{name}/{kind}"] = _of_optimizer(place, kind, _on_host(place, values))
+    tensors = shards_to_write(state)
+    written = in_background(lambda: write_shards(tensors, partial, rank))
+    return Save(folder, partial, {**description, "step": trainer.step}, written)
+
+
+def finish_save(save: Save, wait: bool, group: dist.ProcessGroup) -> bool:
+    """Collective over all ranks: let ``folder`` appear, complete. False: not ``wait``, and some rank still writes."""
+    unwritten = torch.tensor(0 if wait else int(not save.written.done()))
+    dist.all_reduce(unwritten, group=group)
+    if unwritten:
+        return False
+    save.written.result()
+    dist.barrier(group=group)
     if dist.get_rank() == 0:
-        files = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
-        text = json.dumps({**description, "step": trainer.step, "files": files}, indent=1)
-        (partial / DESCRIPTION).write_text(text)
-        os.rename(partial, folder)
-    dist.barrier()
+        files = {path.name: path.stat().st_size for path in sorted(save.partial.iterdir())}
+        (save.partial / DESCRIPTION).write_text(json.dumps({**save.description, "files": files}, indent=1))
+        os.rename(save.partial, save.folder)
+    dist.barrier(group=group)
+    return True
 
 
 @torch.no_grad()
 def load(folder: str | Path, trainer: Trainer) -> None:
-    """On every rank, after ``check``: restore what ``save`` wrote."""
+    """On every rank, after ``check``: restore what a save wrote."""
     places, state = _places(trainer), {}
     for name, place in places.items():
         state[name] = place
@@ -107,6 +136,13 @@ def _places(trainer: Trainer) -> dict[str, Any]:
         for name, place in chunk.sharded_state_dict().items()
         if isinstance(place.data, torch.nn.Parameter)  # the rest is FP8 state of Transformer Engine, empty here
     }
+
+
+def _on_host(place: Any, values: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory where this rank is the one that writes it; elsewhere no numbers at all."""
+    if not is_main_replica(place.replica_id):
+        return torch.empty(values.shape, dtype=values.dtype, device="meta")
+    return values.detach().to("cpu", copy=True)
 
 
 def _of_optimizer(place: Any, kind: str, values: torch.Tensor) -> Any:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges, is_main_replica
@@ -25,15 +24,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 
-def write_shards(state: Mapping[str, Any], folder: Path) -> None:
-    """Collective over all ranks: each writes the shards whose main copy it holds.
+def shards_to_write(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Collective over all ranks: this rank's entries of the file, views of the state whose main copy it holds.
 
     Megatron checks that every part of every global tensor has exactly one main copy.
     """
     sharded, _ = save_preprocess(dict(state))
     shards = [shard for shard in nested_values(sharded) if is_main_replica(shard.replica_id)]
-    tensors = {_entry(shard): shard.data.detach().cpu().contiguous() for shard in shards}
-    save_file(tensors, folder / f"rank_{dist.get_rank():05d}.safetensors")
+    return {_entry(shard): shard.data for shard in shards}
+
+
+def write_shards(tensors: Mapping[str, torch.Tensor], folder: Path, rank: int) -> None:
+    """Write what ``shards_to_write`` gave to this rank, on its own."""
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, folder / f"rank_{rank:05d}.safetensors")
 
 
 def read_shards(state: Mapping[str, Any], folder: Path) -> dict[str, torch.Tensor]:

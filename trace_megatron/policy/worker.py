@@ -77,6 +77,7 @@ class Policy:
         if loss.kl_coef:
             self._load_reference(loss.reference_model or policy.model)
         self._gathering: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._save: checkpoint.Save | None = None
         self._trainer = Trainer(model, self._forward, optimizer, loss, total_steps, self._ranks)
 
     @property
@@ -191,17 +192,29 @@ class Policy:
         """
         return hf_tensor_infos(self._hf, DTYPES[self._config.dtype]), self._iter_weights()
 
-    def save_checkpoint(self, folder: str | Path) -> None:
-        """Write weights, optimizer state and step into ``folder``, which appears complete or not at all.
+    def start_checkpoint(self, folder: str | Path) -> None:
+        """Copy weights, optimizer state and step, to be written into ``folder`` while the caller goes on.
 
-        Raises UserError if it exists.
+        Raises UserError if it exists. ``finish_checkpoint`` comes before the next one.
         """
         _refuse_existing(folder)
-        self._send(Command("save_checkpoint", {"folder": str(folder)}))
-        self._save_checkpoint(folder)
+        self._send(Command("start_checkpoint", {"folder": str(folder)}))
+        self._start_checkpoint(folder)
+
+    def finish_checkpoint(self, wait: bool = True) -> bool:
+        """Let the folder of a checkpoint that was started appear, complete; False where it is not written yet.
+
+        Without ``wait`` a rank that is still writing is not waited for.
+        """
+        if self._save is None:
+            return True
+        if not wait and not self._save.written.done():
+            return False
+        self._send(Command("finish_checkpoint", {"wait": wait}))
+        return self._finish_checkpoint(wait)
 
     def load_checkpoint(self, folder: str | Path) -> None:
-        """Continue from ``save_checkpoint``. Raises UserError, with nothing changed, for what cannot be read here."""
+        """Continue from a checkpoint. Raises UserError, with nothing changed, for what cannot be read here."""
         checkpoint.check(folder, self._describe())
         self._send(Command("load_checkpoint", {"folder": str(folder)}))
         self._load_checkpoint(folder)
@@ -236,8 +249,10 @@ class Policy:
                     self._trainer.offload()
                 case "onload":
                     self._trainer.onload()
-                case "save_checkpoint":
-                    self._save_checkpoint(command.arguments["folder"])
+                case "start_checkpoint":
+                    self._start_checkpoint(command.arguments["folder"])
+                case "finish_checkpoint":
+                    self._finish_checkpoint(command.arguments["wait"])
                 case "load_checkpoint":
                     self._load_checkpoint(command.arguments["folder"])
                 case "export_hf":
@@ -295,8 +310,13 @@ class Policy:
         for item in self._gathering:  # noqa: UP028, "yield from" would end it where the caller stops
             yield item
 
-    def _save_checkpoint(self, folder: str | Path) -> None:
-        checkpoint.save(folder, self._trainer, self._describe())
+    def _start_checkpoint(self, folder: str | Path) -> None:
+        self._save = checkpoint.start_save(folder, self._trainer, self._describe())
+
+    def _finish_checkpoint(self, wait: bool) -> bool:
+        finished = checkpoint.finish_save(self._save, wait, self._ranks.command_group)
+        self._save = None if finished else self._save
+        return finished
 
     def _load_checkpoint(self, folder: str | Path) -> None:
         checkpoint.load(folder, self._trainer)

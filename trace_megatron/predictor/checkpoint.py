@@ -18,16 +18,20 @@ _FILE = "predictor.safetensors"
 _ADAM = ("step", "exp_avg", "exp_avg_sq")
 
 
-def save_training_state(folder: Path, model: ValueModel, optimizer: torch.optim.Adam, state: Mapping[str, int]) -> None:
-    """Write weights, head, Adam's moments and ``state``; the file appears whole or not at all."""
+def copy_training_state(model: ValueModel, optimizer: torch.optim.Adam) -> dict[str, torch.Tensor]:
+    """Weights, head and Adam's moments as they are now, in host memory."""
     tensors = {}
     for name, parameter in model.named_parameters():
-        tensors[f"model.{name}"] = parameter.detach()
+        tensors[f"model.{name}"] = parameter
         tensors |= {f"{kind}.{name}": tensor for kind, tensor in optimizer.state.get(parameter, {}).items()}
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+
+def save_training_state(folder: Path, tensors: Mapping[str, torch.Tensor], state: Mapping[str, int]) -> None:
+    """Write ``copy_training_state``'s result and ``state``; the file appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{_FILE}.partial"
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, partial, metadata={"state": json.dumps(state)})
+    save_file(dict(tensors), partial, metadata={"state": json.dumps(state)})
     os.replace(partial, folder / _FILE)
 
 

@@ -33,8 +33,8 @@ class ConstantPredictor:
     def update(self, trees: Sequence[RolloutTree], target_mode: str) -> PredictorStats:
         return PredictorStats(None, None, num_roots=0, num_prefixes=0, num_tokens=0, seconds=0.0)
 
-    def save(self, folder: Path) -> None:
-        _write(folder, {"kind": "constant"})
+    def snapshot(self) -> Callable[[Path], None]:
+        return lambda folder: _write(folder, {"kind": "constant"})
 
     def load(self, folder: Path) -> None:
         _read(folder, "constant")
@@ -69,8 +69,9 @@ class OraclePredictor:
         seconds = time.perf_counter() - start_s
         return PredictorStats(None, None, num_roots=len(trees), num_prefixes=0, num_tokens=0, seconds=seconds)
 
-    def save(self, folder: Path) -> None:
-        _write(folder, {"kind": "oracle", "outcomes": self._outcomes})
+    def snapshot(self) -> Callable[[Path], None]:
+        state = {"kind": "oracle", "outcomes": dict(self._outcomes)}
+        return lambda folder: _write(folder, state)
 
     def load(self, folder: Path) -> None:
         outcomes = _read(folder, "oracle")["outcomes"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from trace_megatron.algorithm.scores import Scores, as_scores
 from trace_megatron.algorithm.tree import prefix_anchors
 from trace_megatron.config import PredictorConfig
-from trace_megatron.predictor.checkpoint import load_training_state, save_training_state
+from trace_megatron.predictor.checkpoint import copy_training_state, load_training_state, save_training_state
 from trace_megatron.predictor.key_values import KeyValuePages
 from trace_megatron.predictor.model import ValueModel
 from trace_megatron.predictor.pack import HistoryPath, Request, history_paths
@@ -86,9 +86,11 @@ class NeuralPredictor:
             seconds=time.perf_counter() - start_s,
         )
 
-    def save(self, folder: Path) -> None:
+    def snapshot(self) -> Callable[[Path], None]:
         with self._lock:
-            save_training_state(folder, self._model, self._optimizer, {"num_updates": self._num_updates})
+            tensors = copy_training_state(self._model, self._optimizer)
+            state = {"num_updates": self._num_updates}
+        return lambda folder: save_training_state(folder, tensors, state)
 
     def load(self, folder: Path) -> None:
         with self._lock:

@@ -6,7 +6,7 @@ Legend: P prompts, A anchors of one tree.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -49,12 +49,15 @@ class Predictor(Protocol):
         """Learn from the finished trees of one step; ``target_mode`` as in ``algorithm.targets.success_targets``."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write everything that ``load`` needs to go on exactly; the file appears whole or not at all."""
+    def snapshot(self) -> Callable[[Path], None]:
+        """Copy all that ``load`` needs to go on from here exactly, and return what writes it into a folder.
+
+        That may run in another thread, whatever becomes of the predictor; its file appears whole or not at all.
+        """
         ...
 
     def load(self, folder: Path) -> None:
-        """Read what ``save`` wrote. Raises UserError where it is missing or of another kind or shape."""
+        """Read what ``snapshot`` had written. Raises UserError where it is missing or of another kind or shape."""
         ...
 
 
