@@ -79,7 +79,7 @@ class Turn:
     observation_ids: tuple[int, ...]
     """What the environment answered, with the tokens that open the next turn; empty after the last turn."""
     weight_version: int
-    """Version of the policy weights that sampled the action."""
+    """Of the policy weights that sampled the action; the oldest, where weights were pushed in the middle of it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -272,15 +272,31 @@ def test_a_cancelled_push_leaves_the_engine_paused(loop, engine, sync, new):
     assert_samples_from(loop, engine, new, version=33)
 
 
-def test_running_requests_finish_with_the_old_weights(loop, engine, sync, old):
-    async def race():
-        request = asyncio.create_task(engine.generate(PROMPTS[0], SamplingSettings(1.0, 1.0, 200, ()), seed=3))
-        await asyncio.sleep(0.05)
-        await sync.push(old.infos, old.tensors.items(), version=40)
-        return await request
+def test_running_requests_go_on_with_the_new_weights(loop, engine, sync, old, new):
+    """Every token has the logprob of the weights that sampled it: the old weights' cache is computed anew."""
 
-    assert loop.run(race()).weight_version == 33
-    assert_samples_from(loop, engine, old, version=40)
+    async def race():
+        some_tokens = SamplingSettings(1.0, 1.0, 4, ())  # when they are sampled, the others have as many
+        requests = [
+            asyncio.create_task(engine.generate(prompt, SamplingSettings(1.0, 1.0, 100 + 4 * seed, ()), seed))
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+        await engine.generate(PROMPTS[0], some_tokens, seed=9)
+        await sync.push(old.infos, old.tensors.items(), version=40)
+        await engine.generate(PROMPTS[0], some_tokens, seed=9)
+        await sync.push(new.infos, new.tensors.items(), version=41)
+        return await asyncio.gather(*requests)
+
+    completions = loop.run(race())
+    pairs = [(prompt, completion.token_ids) for prompt, completion in zip(PROMPTS, completions, strict=True)]
+    for completion, by_old, by_new in zip(completions, old.score(pairs), new.score(pairs), strict=True):
+        found = torch.tensor(completion.logprobs)
+        is_old, is_new = ((found - torch.tensor(scores)).abs() < 1e-4 for scores in (by_old, by_new))
+        of_version_40 = torch.nonzero(~is_new).flatten()  # the versions before and after have the same weights
+        first, last = int(of_version_40[0]), int(of_version_40[-1])
+        assert 0 < first <= last < len(found) - 1
+        assert is_old[first : last + 1].all()
+        assert completion.weight_version == 33  # that of its oldest token
 
 
 def test_a_bucket_size_of_nothing_is_refused(engine):

@@ -24,6 +24,7 @@ class Completion:
     stopped: bool
     """True: a stop token ended it; False: a length limit did."""
     weight_version: int
+    """Of the weights that sampled the first token; others may be from later ones, pushed meanwhile."""
 
 
 class RolloutEngine(Protocol):

@@ -77,7 +77,8 @@ class WeightSync:
     ) -> SyncStats:
         """Replace the engine's weights by ``tensors`` (HF names, every one of ``infos``, on any device).
 
-        Requests that are running finish first, with the old weights; later ones wait for the new. Raises
+        Requests that are running stop where they are and go on with the new weights, the keys and values of their
+        history computed anew: each of their tokens has the logprob of the version that sampled it. Raises
         WeightSyncError that names the tensor; the engine then stays paused and fails requests until a push succeeds.
         ``before_resume`` is awaited with the engines when they hold the weights and run no requests yet.
         """
@@ -89,7 +90,7 @@ class WeightSync:
         try:
             if not engines:
                 raise EngineError("no engine is alive")
-            await control_all(engines, "pause_generation", mode="wait", clear_cache=True)
+            await control_all(engines, "pause_generation", mode="keep", clear_cache=True)
             pause_s = time.perf_counter() - started
             sending = asyncio.create_task(asyncio.to_thread(self._connected(engines).send, infos, tensors, checked))
             num_bytes, parts = await asyncio.shield(sending)
@@ -97,6 +98,8 @@ class WeightSync:
             await control_all(engines, "update_weight_version", str(version))
             if before_resume:
                 await before_resume(engines)
+            for engine in engines:  # before the first of them can answer from the new weights
+                engine.unblock(version)
             await control_all(engines, "resume_generation")
         except BaseException as error:
             for engine in engines:
@@ -110,8 +113,6 @@ class WeightSync:
             if isinstance(error, EngineError | WeightSyncError):
                 raise WeightSyncError(f"pushing weight version {version} failed: {error}") from error
             raise
-        for engine in engines:
-            engine.unblock(version)
         self._num_pushes += 1
         return SyncStats(time.perf_counter() - started, num_bytes, pause_s, **asdict(parts))
 

@@ -25,7 +25,7 @@ class SyncStats:
     bytes: int
     """Of all tensors."""
     pause_s: float
-    """Waiting for running requests."""
+    """Until running requests stand still."""
     gather_s: float
     """Waiting for the policy's tensors."""
     write_s: float
