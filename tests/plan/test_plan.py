@@ -174,6 +174,9 @@ def test_time_follows_the_hardware(trace_data):
         big_config(tensor_parallel=4, data_parallel=4), plan=PlanConfig(prompt_tokens=500, response_tokens=2000)
     )
     slow, fast = (step_time(hf, None, config, device_named(name)) for name in ("A100-80G", "H100"))
+    ahead = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_staleness=1))
+    overlapped = step_time(hf, None, ahead, device_named("H100"))
+    assert overlapped.total == pytest.approx(max(fast.rollouts, fast.policy_update) + fast.weight_sync)
     assert slow.policy_update / fast.policy_update == pytest.approx(989 / 312)
     assert slow.rollouts > 1.3 * fast.rollouts
     assert fast.predictor_scoring == fast.predictor_update == 0.0

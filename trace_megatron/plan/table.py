@@ -56,9 +56,11 @@ def describe_plan(config: Config) -> Iterator[str]:
         f"tokens sampled, {work.packed_tokens:,.0f} packed of {work.unpacked_tokens:,.0f} ({work.packing_ratio:.1f}x), "
         f"{num_micro_batches(config)} packs a replica"
     )
-    for field in dataclasses.fields(times):
-        seconds = getattr(times, field.name)
-        yield f"  {field.name.replace('_', ' '):20}{seconds:8.1f} s  {seconds / times.total:6.1%}"
+    for name in ("rollouts", "policy_update", "predictor_scoring", "predictor_update", "weight_sync"):
+        seconds = getattr(times, name)
+        yield f"  {name.replace('_', ' '):20}{seconds:8.1f} s  {seconds / times.total:6.1%}"
+    if times.hidden:
+        yield f"  {'hidden by overlap':20}{-times.hidden:8.1f} s  {-times.hidden / times.total:6.1%}"
     rate = work.unpacked_tokens / times.total / config.policy.num_ranks
     yield f"  {'step':20}{times.total:8.1f} s  {rate:,.0f} trajectory tokens/s a device"
 

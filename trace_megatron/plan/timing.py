@@ -48,10 +48,19 @@ class StepTime:
     predictor_scoring: float
     predictor_update: float
     weight_sync: float
+    runs_ahead: bool = False
+    """Whether rollouts run beside training (``rollout.max_staleness``)."""
+
+    @property
+    def hidden(self) -> float:
+        """Of the shorter of rollouts and training, where they overlap."""
+        sampling, training = self.rollouts + self.predictor_scoring, self.policy_update + self.predictor_update
+        return min(sampling, training) if self.runs_ahead else 0.0
 
     @property
     def total(self) -> float:
-        return self.rollouts + self.policy_update + self.predictor_scoring + self.predictor_update + self.weight_sync
+        phases = self.rollouts, self.policy_update, self.predictor_scoring, self.predictor_update, self.weight_sync
+        return sum(phases) - self.hidden
 
 
 def workload(config: Config) -> Workload:
@@ -72,7 +81,7 @@ def workload(config: Config) -> Workload:
 
 
 def step_time(hf: HFModelConfig, predictor: HFModelConfig | None, config: Config, device: Device) -> StepTime:
-    """Engines and trainers take turns on the same devices."""
+    """Engines and trainers take turns on the same devices, or, with staleness, each side has its own."""
     work, num_devices = workload(config), config.policy.num_ranks
     peak = device.tflops * 1e12 * num_devices
     trained = forward_flops(hf, work.packed_tokens, work.episode_tokens) * 3
@@ -92,6 +101,7 @@ def step_time(hf: HFModelConfig, predictor: HFModelConfig | None, config: Config
         predictor_scoring=scored / (SCORING_MFU * peak),
         predictor_update=updated / (SCORING_MFU * peak),
         weight_sync=2 * num_parameters(hf) / (SYNC_EFFICIENCY * device.link_gb_s * 1e9) + 0.2,
+        runs_ahead=config.rollout.max_staleness > 0,
     )
 
 
