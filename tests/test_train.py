@@ -126,6 +126,14 @@ def test_any_of_a_runs_weights_can_be_evaluated(runs, tmp_path):
         (["engine.urls=[localhost:8000]"], ["engine.urls", "'localhost:8000'", "http://HOST:PORT"]),
         (["engine.urls=[http://a:1, http://a:1]"], ["engine.urls", "once each"]),
         (["engine.timeout_s=0"], ["engine.timeout_s", "above 0"]),
+        (["rollout.max_staleness=1"], ["rollout.max_staleness", "decoupled", "bypass"]),
+        (
+            ["rollout.max_staleness=1", "loss.old_logprobs=decoupled", "engine.colocated=true"],
+            ["engine.colocated", "max_staleness=0"],
+        ),
+        (["rollout.max_staleness=-1"], ["rollout.max_staleness", "-1"]),
+        (["rollout.carried_share=0.2"], ["rollout.carried_share", "max_staleness of at least 2"]),
+        (["rollout.carried_share=1"], ["rollout.carried_share", "[0, 1)"]),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(tmp_path, policy, overrides, words, monkeypatch, capsys):

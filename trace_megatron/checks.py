@@ -34,6 +34,7 @@ def check_config(config: Config) -> None:
             "expected policy.dtype=bfloat16 with engine.colocated=true, found float32: Megatron's optimizer holds"
             " float32 weights themselves, and would move them apart from the model's"
         )
+    _check_overlap(config)
     if 0 < loss.dual_clip <= 1:
         raise UserError(f"expected loss.dual_clip above 1, or 0 for none, found {loss.dual_clip}")
     if loss.reference_model:
@@ -46,6 +47,29 @@ def check_config(config: Config) -> None:
         )
     if config.predictor.kind == "model" and not (Path(config.predictor.model) / "config.json").is_file():
         raise UserError(f"expected a Hugging Face folder at predictor.model, found none at '{config.predictor.model}'")
+
+
+def _check_overlap(config: Config) -> None:
+    rollout, loss = config.rollout, config.loss
+    if rollout.max_staleness < 0:
+        raise UserError(f"expected rollout.max_staleness of at least 0, found {rollout.max_staleness}")
+    if rollout.max_staleness and loss.old_logprobs != "decoupled":
+        raise UserError(
+            f"expected loss.old_logprobs=decoupled with rollout.max_staleness={rollout.max_staleness}, found"
+            f" {loss.old_logprobs}: rollouts of older weights need importance weights"
+        )
+    if rollout.max_staleness and config.engine.colocated:
+        raise UserError(
+            f"expected rollout.max_staleness=0 with engine.colocated=true, found {rollout.max_staleness}: engines that"
+            " sleep while the policy trains cannot sample meanwhile"
+        )
+    if not 0 <= rollout.carried_share < 1:
+        raise UserError(f"expected rollout.carried_share in [0, 1), found {rollout.carried_share}")
+    if rollout.carried_share and rollout.max_staleness < 2:
+        raise UserError(
+            f"expected rollout.max_staleness of at least 2 with rollout.carried_share={rollout.carried_share:g}, found"
+            f" {rollout.max_staleness}: a tree that is carried over is trained two updates late"
+        )
 
 
 def check_engine(config: Config) -> None:

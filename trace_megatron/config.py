@@ -134,6 +134,11 @@ class RolloutConfig:
     """How a rollout cut by a token limit counts: reward 0, not trained, or with the reward it had."""
     max_failed_share: float = 0.5
     """The run stops when more of a step's rollouts fail."""
+    max_staleness: int = 0
+    """Updates of the policy by which a trained token's weights may be older than those it trains; above 0 the next
+    step's rollouts are sampled while the policy trains (docs/overlap.md)."""
+    carried_share: float = 0.0
+    """Of a step's units, what may be left to trees that go on growing into the next step; needs a staleness of 2."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from trace_megatron.rollout.collector import Collector
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.run_folder import RunFolder, read_state
 from trace_megatron.sampling import Sampling, max_model_len, open_sampling
-from trace_megatron.step import Parts, push_weights, run_step
-from trace_megatron.tree_files import write_trees
+from trace_megatron.step import Parts, Planned, grow, push_weights, run_step
+from trace_megatron.tree_files import as_prompt, write_trees
 from trace_megatron.weight_sync.colocation import Colocation
 from trace_megatron.weight_sync.push import WeightSync
 
@@ -53,7 +54,13 @@ def run_rank(folder: RunFolder, config: Config, resume: bool) -> int:
 def train(folder: RunFolder, config: Config, resume: bool) -> None:
     """All ranks build the policy; rank 0 drives the steps, the others serve it until it stops."""
     with build_policy(config) as policy:
-        predictor = build_predictor(config.predictor, config.run.seed, replicas=policy.shared_ranks)
+        # Scores asked for while the policy trains must not send its ranks anything: the driver then scores alone.
+        alone = config.rollout.max_staleness > 0
+        if alone and not policy.is_driver:
+            policy.serve()
+            return
+        replicas = None if alone else policy.shared_ranks
+        predictor = build_predictor(config.predictor, config.run.seed, replicas=replicas)
         if not policy.is_driver:
             policy.serve(predictor.repeat if isinstance(predictor, NeuralPredictor) else None)
             return
@@ -70,13 +77,16 @@ def train(folder: RunFolder, config: Config, resume: bool) -> None:
 def drive(parts: Parts, folder: RunFolder, checkpoint: Path | None) -> None:
     """The run: restore, synchronise, step by step with validations and checkpoints, export."""
     config = parts.config
-    first_step = 1
+    first_step, unfinished = 1, []
     if checkpoint:
-        first_step = _restore(parts, checkpoint) + 1
-        say(f"resumed after step {first_step - 1} from {checkpoint}")
+        last_step, unfinished = _restore(parts, checkpoint)
+        first_step = last_step + 1
+        say(f"resumed after step {last_step} from {checkpoint}")
     # The engine read its weights from disk. Now it gets the trainer's, and they are compared before a step is spent.
     sync, difference = push_weights(parts, version=first_step - 1)
     say(f"weights pushed in {sync.seconds:.1f} s; engine and trainer agree to {difference.max:.1e} in logprob")
+    for step in sorted({planned.step for planned in unfinished}):
+        grow(parts, step, [planned for planned in unfinished if planned.step == step], version=first_step - 1)
     writer = MetricsWriter(folder.root, first_step)
     checkpoints = Checkpoints(folder, parts.policy, parts.predictor)
     try:
@@ -91,6 +101,7 @@ def drive(parts: Parts, folder: RunFolder, checkpoint: Path | None) -> None:
                 checkpoints.start(step, _state(parts, step))
         checkpoints.finish()
     finally:
+        parts.loop.run(parts.collector.cancel())
         writer.close()
     if config.run.export_hf and not folder.hf.exists():
         parts.policy.export_hf(folder.hf)
@@ -132,6 +143,7 @@ def build_parts(config: Config, policy: Policy, predictor: Predictor, sampling: 
             config.run.seed,
             max_model_len(config),
         ),
+        planned={},
         policy=policy,
         weight_sync=WeightSync(sampling.engine, config.sync),
         colocation=Colocation(
@@ -147,17 +159,29 @@ def build_parts(config: Config, policy: Policy, predictor: Predictor, sampling: 
 
 
 def _state(parts: Parts, step: int) -> dict[str, Any]:
-    """What a checkpoint after ``step`` holds beside policy and predictor."""
-    return {"step": step, "prompts": parts.prompts.state(), "history": parts.history.state_dict()}
+    """What a checkpoint after ``step`` holds beside policy and predictor.
+
+    Of trees that still grow, the plan alone: a resumed run grows them from the root, with the same budget.
+    """
+    return {
+        "step": step,
+        "prompts": parts.prompts.state(),
+        "history": parts.history.state_dict(),
+        "planned": [asdict(planned) for planned in parts.planned.values()],
+    }
 
 
-def _restore(parts: Parts, checkpoint: Path) -> int:
-    """Put every part but the policy where the checkpoint left it; returns the step after which it was written."""
+def _restore(parts: Parts, checkpoint: Path) -> tuple[int, list[Planned]]:
+    """Put every part but the policy where the checkpoint left it.
+
+    Returns the step after which it was written, and what was planned by then and not trained on.
+    """
     state = read_state(checkpoint)
     parts.predictor.load(checkpoint / "predictor")
     parts.prompts.load_state(state["prompts"])
     parts.history.load_state_dict(state["history"])
-    return state["step"]
+    planned = state.get("planned", [])  # checkpoints of earlier versions have none
+    return state["step"], [Planned(**{**values, "prompt": as_prompt(values["prompt"])}) for values in planned]
 
 
 def _validated(parts: Parts, metrics: StepMetrics) -> StepMetrics:

@@ -39,15 +39,19 @@ def read_step(folder: Path, step: int = 0) -> list[RolloutTree]:
     return read_trees(files[-1])
 
 
+def as_prompt(values: dict[str, Any]) -> Prompt:
+    """The prompt whose ``dataclasses.asdict`` these JSON values were."""
+    task = values["task"]
+    return Prompt(
+        prompt_id=values["prompt_id"],
+        task=Task(task["task_id"], tuple(task["messages"]), task["payload"], tuple(task.get("tools", ()))),
+        token_ids=tuple(values["token_ids"]),
+    )
+
+
 def _tree(values: dict[str, Any]) -> RolloutTree:
-    prompt = values["prompt"]
-    task = prompt["task"]
     return RolloutTree(
-        prompt=Prompt(
-            prompt_id=prompt["prompt_id"],
-            task=Task(task["task_id"], tuple(task["messages"]), task["payload"], tuple(task.get("tools", ()))),
-            token_ids=tuple(prompt["token_ids"]),
-        ),
+        prompt=as_prompt(values["prompt"]),
         rollouts=tuple(_rollout(rollout) for rollout in values["rollouts"]),
         prefix_probs=tuple(values["prefix_probs"]),
     )

@@ -41,11 +41,13 @@ class ScriptedEngine:
     before: Callable[[int, Call], Awaitable[None]] | None = None
     calls: list[Call] = field(default_factory=list)
     num_running: int = 0
+    version: int = 7
+    """Of the weights; a request keeps that of its start."""
 
     async def generate(
         self, token_ids: Sequence[int], settings: SamplingSettings, seed: int, affinity: str = ""
     ) -> Completion:
-        call = Call(tuple(token_ids), settings, seed)
+        call, version = Call(tuple(token_ids), settings, seed), self.version
         self.calls.append(call)
         number = len(self.calls) - 1
         self.num_running += 1
@@ -58,7 +60,7 @@ class ScriptedEngine:
         ids = [*TOKENIZER.encode(self.action(call)), settings.stop_token_ids[0]][: settings.max_new_tokens]
         rng = random.Random(f"logprobs:{call.token_ids}:{seed}")
         logprobs = tuple(-rng.random() for _ in ids)
-        return Completion(tuple(ids), logprobs, ids[-1] in settings.stop_token_ids, weight_version=7)
+        return Completion(tuple(ids), logprobs, ids[-1] in settings.stop_token_ids, version)
 
 
 async def dead(number: int, call: Call) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 import time
 from collections import Counter
@@ -285,6 +286,84 @@ def test_progress_ends_complete_although_the_plan_shrinks(word):
     total = sum(len(tree.rollouts) for tree in trees)
     assert [done for done, _ in reports] == list(range(1, total + 1))
     assert reports[-1] == (total, total) and all(done <= planned for done, planned in reports)
+
+
+def prompts_of(step):
+    return [replace(prompt, prompt_id=f"{prompt.prompt_id}/{step}") for prompt in PROMPTS]
+
+
+def without_versions(tree):
+    rollouts = tuple(
+        replace(rollout, turns=tuple(replace(turn, weight_version=0) for turn in rollout.turns))
+        for rollout in tree.rollouts
+    )
+    return replace(tree, rollouts=rollouts)
+
+
+@pytest.mark.parametrize(
+    ("seed", "max_staleness", "carried_share", "ahead"),
+    [(0, 1, 0.0, True), (1, 1, 0.5, False), (2, 2, 0.5, True), (3, 3, 0.8, True)],
+)
+def test_trees_carried_over_are_taken_once_and_never_too_old(seed, max_staleness, carried_share, ahead):
+    """Random delays; against the trees that a step without overlap collects."""
+    rng, last, ages, carried = random.Random(seed), 5, [], []
+    slow = {(prompt.token_ids, number): rng.random() < 0.2 for prompt in PROMPTS for number in range(200)}
+
+    async def wait(number, call):
+        prompt = next(p.token_ids for p in PROMPTS if call.token_ids[: len(p.token_ids)] == p.token_ids)
+        await asyncio.sleep(0.02 if slow[prompt, number % 200] else 0.001)
+
+    async def run():
+        engine = ScriptedEngine(before=wait)
+        config = replace(CONFIG, max_staleness=max_staleness)
+        selector = build_selector(
+            MethodConfig(selector="trace"), BudgetConfig(len(PROMPTS), sum(COUNTS), continuations=2)
+        )
+        collector = Collector(engine, GAME, RENDERER, selector, constant_scores, config, SEED)
+        found, planned_units, planned = [], 0.0, 0
+        for step in range(1, last + 1):
+            engine.version = step - 1  # pushed at the end of the step before
+            if step > planned:
+                await collector.begin(prompts_of(step), COUNTS, step, version=step - 1)
+                planned, planned_units = step, planned_units + 2 * sum(COUNTS)
+            taken = await collector.take(step, carried_share if step < last else 0.0)
+            ages.extend(
+                step - 1 - min(turn.weight_version for rollout in tree.rollouts for turn in rollout.turns)
+                for tree in taken.trees
+            )
+            found += taken.trees
+            carried.append(taken.carried_units)
+            assert sum(map(num_units, found)) + taken.carried_units == planned_units
+            if ahead and step < last:
+                await collector.begin(prompts_of(step + 1), COUNTS, step + 1, version=step - 1)
+                planned, planned_units = step + 1, planned_units + 2 * sum(COUNTS)
+            await asyncio.sleep(rng.random() * 0.03)  # the policy trains
+        assert len(asyncio.all_tasks()) == 1
+        engine.before = None
+        alone = Collector(engine, GAME, RENDERER, selector, constant_scores, CONFIG, SEED)
+        expected = [t for step in range(1, last + 1) for t in await alone.collect(prompts_of(step), COUNTS, step)]
+        return found, expected
+
+    found, expected = asyncio.run(run())
+    by_id = {tree.prompt.prompt_id: without_versions(tree) for tree in found}
+    assert len(by_id) == len(found) and by_id == {t.prompt.prompt_id: without_versions(t) for t in expected}
+    assert min(ages) >= 0 and max(ages) <= max_staleness
+    assert carried[-1] == 0 and any(carried) == (carried_share > 0)
+    assert max(ages) >= min(max_staleness, 1 + (carried_share > 0))  # the bound had something to do
+
+
+def test_a_failure_while_nobody_waits_is_told_at_the_next_take():
+    async def run():
+        engine = ScriptedEngine(before=dead)
+        selector = build_selector(MethodConfig(selector="uniform"), BudgetConfig(len(PROMPTS), sum(COUNTS)))
+        collector = Collector(engine, GAME, RENDERER, selector, constant_scores, CONFIG, SEED)
+        await collector.begin(PROMPTS, COUNTS, STEP, version=STEP - 1)
+        await asyncio.sleep(0.05)
+        with pytest.raises(RolloutError, match="the engine process has ended"):
+            await collector.take(STEP)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(run())
 
 
 def test_evaluate_is_flat_and_seeded():

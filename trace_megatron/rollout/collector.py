@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from trace_megatron.algorithm.scores import Scores
 from trace_megatron.algorithm.selectors import PrefixView, Selector, fallback_rollouts, prefix_view
-from trace_megatron.algorithm.tree import prefix_anchors
+from trace_megatron.algorithm.tree import CONTINUATION_UNITS, prefix_anchors
 from trace_megatron.config import RolloutConfig
 from trace_megatron.errors import RolloutError
 from trace_megatron.rollout.chat import ChatRenderer
@@ -34,8 +35,23 @@ _SCORE_WINDOW_S = 0.003  # requests that arrive this soon after the first share 
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Taken:
+    """What a step trains on."""
+
+    trees: list[RolloutTree]
+    """In the order in which they were planned."""
+    hidden_s: float
+    """Seconds that the step's own trees grew while nobody waited for them."""
+    carried_units: float
+    """Planned for the trees that go on growing."""
+
+
 class Collector:
-    """Spends a step's root plan on the engine and returns the trees."""
+    """Spends root plans on the engine: ``begin`` lets a step's trees grow, ``take`` waits for those to train on.
+
+    Every planned tree is taken exactly once, by the step that planned it or a later one.
+    """
 
     def __init__(
         self,
@@ -50,27 +66,89 @@ class Collector:
     ) -> None:
         self._runner = EpisodeRunner(engine, environment, renderer, config, run_seed, max_model_len)
         self._selector = selector
-        self._score_prefixes = score_prefixes
         self._config = config
         self._run_seed = run_seed
+        self._scorer = _BatchedScorer(score_prefixes)
+        self._growing: list[_Growing] = []
+        self._tree_ended = asyncio.Event()
+        self._progress: Progress | None = None
 
     async def collect(
         self, prompts: Sequence[Prompt], root_counts: Sequence[int], step: int, progress: Progress | None = None
     ) -> list[RolloutTree]:
-        """Trees of the prompts with a positive count, in the prompts' order. ``root_counts``: [P].
+        """``begin``, and ``take`` all."""
+        await self.begin(prompts, root_counts, step, version=step - 1)
+        return (await self.take(step, progress=progress)).trees
 
-        Failed rollouts are part of their tree; they are spent units. Raises RolloutError when more than
-        ``max_failed_share`` of the step's rollouts fail.
+    async def begin(self, prompts: Sequence[Prompt], root_counts: Sequence[int], step: int, version: int) -> None:
+        """Let trees of the prompts with a positive count grow. ``root_counts``: [P].
+
+        ``version``: of the engine's weights now, the oldest that can sample for them.
         """
         roots = [(prompt, int(count)) for prompt, count in zip(prompts, root_counts, strict=True) if count > 0]
         num_planned = sum(count + self._selector.prefix_budget(count) for _, count in roots)
-        batch = _Batch(self._runner, step, num_planned, self._config.max_failed_share, progress)
-        scorer = _BatchedScorer(self._score_prefixes)
-        trees = await _run_all(self._grow_tree(prompt, count, batch, scorer) for prompt, count in roots)
-        batch.check()
-        return trees
+        batch = _Batch(self._runner, step, num_planned, self._config.max_failed_share, self._report)
+        for prompt, count in roots:
+            units = count + CONTINUATION_UNITS * self._selector.prefix_budget(count)
+            tree = _Growing(batch, version, units, asyncio.create_task(self._grow_tree(prompt, count, batch)))
+            tree.task.add_done_callback(lambda _, tree=tree: self._ended(tree))
+            self._growing.append(tree)
 
-    async def _grow_tree(self, prompt: Prompt, count: int, batch: _Batch, scorer: _BatchedScorer) -> RolloutTree:
+    async def take(self, step: int, carried_share: float = 0.0, progress: Progress | None = None) -> Taken:
+        """Trees to train on in ``step``, as soon as trees with at most ``carried_share`` of the units are left.
+
+        Those go on growing, to be taken later. A tree whose oldest token would then be more than ``max_staleness``
+        updates old is waited for. Failed rollouts are part of their tree; they are spent units. Raises RolloutError
+        when more than ``max_failed_share`` of a step's rollouts fail; then, and on other errors, nothing grows on.
+        """
+        start_s, self._progress = time.perf_counter(), progress
+        try:
+            while not self._enough(step, carried_share):
+                self._tree_ended.clear()
+                await self._tree_ended.wait()
+            taken = [tree for tree in self._growing if tree.task.done()]
+            trees = [tree.task.result() for tree in taken]
+            for tree in taken:
+                tree.batch.check()
+        except BaseException:
+            await self.cancel()
+            raise
+        finally:
+            self._progress = None
+        self._growing = [tree for tree in self._growing if not tree.task.done()]
+        own = [tree for tree in taken if tree.batch.step == step]
+        now_s = time.perf_counter()
+        grown_s = max((tree.end_s or now_s) - tree.start_s for tree in own) if own else 0.0
+        return Taken(trees, max(grown_s - (now_s - start_s), 0.0), sum(tree.units for tree in self._growing))
+
+    async def cancel(self) -> None:
+        """Give up what still grows."""
+        trees, self._growing = self._growing, []
+        for tree in trees:
+            tree.task.cancel()
+        await asyncio.gather(*(tree.task for tree in trees), return_exceptions=True)
+
+    def _enough(self, step: int, carried_share: float) -> bool:
+        """Whether ``step`` can be trained; raises what a tree raised."""
+        for tree in self._growing:
+            if tree.task.done() and not tree.task.cancelled():  # by the failure of another, which is found then
+                tree.task.result()
+        left = [tree for tree in self._growing if not tree.task.done()]
+        if any(step - tree.version > self._config.max_staleness for tree in left):  # the step after trains ``step``
+            return False
+        return sum(tree.units for tree in left) <= carried_share * sum(tree.units for tree in self._growing)
+
+    def _ended(self, tree: _Growing) -> None:
+        tree.end_s = time.perf_counter()
+        self._tree_ended.set()
+
+    def _report(self, num_done: int, num_planned: int) -> None:
+        """Over all steps whose trees grow."""
+        if self._progress:
+            batches = {tree.batch.step: tree.batch for tree in self._growing}.values()
+            self._progress(sum(batch.num_done for batch in batches), sum(batch.num_planned for batch in batches))
+
+    async def _grow_tree(self, prompt: Prompt, count: int, batch: _Batch) -> RolloutTree:
         bare = await _run_all(batch.play(prompt, k) for k in range(count))
         tree = RolloutTree(prompt, tuple(episode.rollout for episode in bare))
         budget = self._selector.prefix_budget(count)
@@ -81,7 +159,7 @@ class Collector:
             batch.num_planned += extra - budget
             more = await _run_all(batch.play(prompt, k) for k in range(count, count + extra))
             return _grown(tree, more)
-        scores = await scorer.score(tree) if self._selector.needs_prefix_scores else None
+        scores = await self._scorer.score(tree) if self._selector.needs_prefix_scores else None
         more = await self._play_continuations(prefix_view(tree, scores), tree.prompt, bare, budget, batch)
         return _grown(tree, more, () if scores is None else tuple(scores.tolist()))
 
@@ -125,8 +203,21 @@ async def evaluate(
 
 
 @dataclasses.dataclass(slots=True)
+class _Growing:
+    """A tree on its way."""
+
+    batch: _Batch
+    version: int
+    units: float
+    """Planned."""
+    task: asyncio.Task[RolloutTree]
+    start_s: float = dataclasses.field(default_factory=time.perf_counter)
+    end_s: float = 0.0
+
+
+@dataclasses.dataclass(slots=True)
 class _Batch:
-    """The rollouts of one step: plays and counts them, and stops the step as soon as too many have failed."""
+    """The rollouts that one step planned: plays and counts them, and raises as soon as too many have failed."""
 
     runner: EpisodeRunner
     step: int
