@@ -1,20 +1,24 @@
 """Seconds of a step with and without overlap: the same run with rollout.max_staleness 0 and 1, in turn, on one engine.
 
-    OMP_NUM_THREADS=1 python tools/bench/bench_overlap.py [--steps 8] [--rounds 2]
+    OMP_NUM_THREADS=1 python tools/bench/bench_overlap.py [--steps 8] [--rounds 2] [--answer-s 0]
 
 Trainer and engine have one thread each, so that two cores are what two devices would be. A random 256-wide model of
 four layers, flat groups, no predictor; both sides with decoupled old logprobs. The first and the last step of a run are
-left out: there one side has nothing to overlap with.
+left out: there one side has nothing to overlap with. ``--answer-s``: seconds that the environment takes for each
+answer, as a tool elsewhere does, without using a core.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import statistics
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,9 +30,11 @@ from trace_megatron.config import Config, load_config
 from trace_megatron.event_loop import EventLoop
 from trace_megatron.policy import parallel
 from trace_megatron.predictor import ConstantPredictor
+from trace_megatron.rollout.env import Environment, Transition
 from trace_megatron.run_folder import RunFolder
 from trace_megatron.sampling import Sampling, open_sampling
 from trace_megatron.train import build_parts, build_policy, drive
+from trace_megatron.types import Task
 
 PHASES = ("rollouts", "policy_update", "weight_sync")
 
@@ -37,6 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--answer-s", type=float, default=0.0)
     parser.add_argument("overrides", nargs="*", help="section.key=value, for all runs")
     options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as name:
@@ -60,6 +67,7 @@ def main() -> None:
         config = load_config(path, options.overrides)
         steps: dict[int, list[dict]] = {0: [], 1: []}
         with EventLoop() as loop, open_sampling(config, loop) as sampling:
+            sampling = replace(sampling, environment=SlowEnvironment(sampling.environment, options.answer_s))
             for number in range(options.rounds):
                 for staleness, found in steps.items():
                     run = replace(config.run, name=f"{number}-{staleness}")
@@ -73,6 +81,27 @@ def main() -> None:
             + ", ".join(f"{phase.replace('_', ' ')} {value:.2f}" for phase, value in phases.items())
             + f"; trees at most {max(line.get('overlap/staleness_max', 0) for line in found)} updates old"
         )
+
+
+@dataclass
+class SlowEnvironment:
+    """An environment whose answers take a while."""
+
+    inner: Environment
+    answer_s: float
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return self.inner.tasks(split)
+
+    async def reset(self, task: Task) -> Any:
+        return await self.inner.reset(task)
+
+    async def step(self, state: Any, action: str) -> Transition:
+        await asyncio.sleep(self.answer_s)
+        return await self.inner.step(state, action)
+
+    async def close(self) -> None:
+        await self.inner.close()
 
 
 def train(config: Config, sampling: Sampling, loop: EventLoop) -> list[dict]:
