@@ -39,7 +39,7 @@ def check_files(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 class RunCheckpoint(MegatronFolder):
-    """As its base class, of a folder that ``checkpoint.save`` wrote at any layout."""
+    """As its base class, of a folder that ``policy/checkpoint.py`` wrote at any layout."""
 
     index_name = DESCRIPTION
 
