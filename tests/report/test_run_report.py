@@ -111,6 +111,18 @@ def test_the_doctor_names_what_is_wrong(monkeypatch):
     assert {findings[name].verdict for name in ("native ops", "sandbox")} == {doctor.Verdict.NOTE}
 
 
+def test_the_doctor_names_a_stack_that_was_not_tested(monkeypatch):
+    tested = dict(doctor._TESTED)
+    monkeypatch.setattr(doctor, "_version", tested.get)
+    assert list(doctor._stack()) == []
+    tested["torch"] += "+cpu"
+    tested["megatron-core"] = "0.99"
+    (finding,) = doctor._stack()
+    assert (
+        finding.verdict is doctor.Verdict.NOTE and "megatron-core 0.99" in finding.text and "torch" not in finding.text
+    )
+
+
 def test_the_doctor_names_ops_that_the_gpu_lacks(monkeypatch):
     monkeypatch.setattr(doctor.native, "AVAILABLE", True)
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)

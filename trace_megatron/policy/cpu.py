@@ -1,6 +1,7 @@
-"""What Megatron-Core 0.16 needs where no CUDA device exists: the project's only monkey patches, each with its reason.
+"""What Megatron-Core needs where no CUDA device exists: the project's only monkey patches, each with its reason.
 
-With a CUDA device ``install`` does nothing at all.
+With a CUDA device ``install`` does nothing at all. One set for 0.16 (Python 3.11) and 0.19 (3.12): what only one of the
+two asks for says so.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def _install_device() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")
     # Pipeline communication waits for the device after batched sends; gloo's `wait` has waited already.
     torch.cuda.synchronize = lambda device=None: None
+    # 0.19 looks up the current stream, to wait for events that only CUDA graphs leave on parameters.
+    torch.cuda.current_stream = lambda device=None: None
     # The tied embedding of the last pipeline stage and resumed optimizer states are moved with `.cuda()`.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     # Schedules, optimizer and gradient clipping make their counters with `device="cuda"`. Only what these four modules
