@@ -17,6 +17,8 @@ from tests.tiny_models import write_tiny_model
 from trace_megatron.config import EngineConfig, SyncConfig
 from trace_megatron.errors import UserError, WeightSyncError
 from trace_megatron.event_loop import EventLoop
+from trace_megatron.policy.convert import hf_to_megatron, megatron_to_hf
+from trace_megatron.policy.names import ParallelSizes
 from trace_megatron.rollout.engine import EngineError, SamplingSettings
 from trace_megatron.rollout.engine_main import shared_files
 from trace_megatron.rollout.engine_process import processes_below
@@ -73,8 +75,12 @@ def loop():
 
 
 @pytest.fixture(scope="module")
-def engine(loop, old):
-    engine = VLLMEngine(old.folder, EngineConfig(dtype="float32", kv_cache_gib=0.1, threads=1), max_model_len=512)
+def engine(loop, old, tmp_path_factory):
+    """Up from an exported folder: ``old`` cut for four Megatron ranks and joined again, read by vLLM's own loader."""
+    folder = tmp_path_factory.mktemp("converted")
+    hf_to_megatron(old.folder, folder / "megatron", ParallelSizes(tensor=2, pipeline=2))
+    megatron_to_hf(folder / "megatron", folder / "hf")
+    engine = VLLMEngine(folder / "hf", EngineConfig(dtype="float32", kv_cache_gib=0.1, threads=1), max_model_len=512)
     loop.run(engine.start())
     yield engine
     loop.run(engine.close())
@@ -111,7 +117,7 @@ def push(loop, sync, weights, version, tensors=None, infos=None):
 
 def test_a_push_replaces_the_weights(loop, engine, sync, old, new):
     assert not sync.verify_due
-    assert_samples_from(loop, engine, old, version=0)
+    assert_samples_from(loop, engine, old, version=0)  # what was on disk
     assert old.score([(PROMPTS[0], (1, 2))])[0] != pytest.approx(new.score([(PROMPTS[0], (1, 2))])[0], abs=0.1)
     stats = push(loop, sync, new, version=7)
     assert_samples_from(loop, engine, new, version=7)
