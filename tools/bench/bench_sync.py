@@ -1,28 +1,37 @@
-"""A weight sync end to end, by part, beside this machine's memory bandwidth in the same run.
+"""A weight sync by part, beside this machine's memory bandwidth in the same run: our part alone, then end to end.
 
     python tools/bench/bench_sync.py [--model FOLDER] [--dtype bfloat16] [--buckets 64,512]
+    python tools/bench/bench_sync.py --config CONFIG.json     # weights of those shapes, our part alone
 
-The tensors come from memory, so that the policy's own gathering is not in it. The median of five pushes.
+Our part: taking HF tensors out of Megatron's fused parameters as at TP 1 (gather), and the copies into shared memory
+(write). Alone, no engine loads beside it; a copy of as many bytes is timed in turn with it. Medians of five.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import torch
 from safetensors.torch import load_file
 
 from trace_megatron.config import EngineConfig, SyncConfig
+from trace_megatron.policy.hf_config import HFModelConfig, parse_hf_config, read_hf_config
+from trace_megatron.policy.names import Weight, exported_weights, from_shards, to_shard
 from trace_megatron.rollout.vllm_engine import VLLMEngine
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync.push import WeightSync
-from trace_megatron.weight_sync.shared_memory import Bucket
+from trace_megatron.weight_sync.sender import SharedMemorySender, SharedMemoryTrainerInfo
+from trace_megatron.weight_sync.shared_memory import MappedBucket
+from trace_megatron.weight_sync.source import PolicySource
 
 PUSHES = 5
 
@@ -30,42 +39,78 @@ PUSHES = 5
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/smollm2-135m-instruct")
+    parser.add_argument("--config", type=Path, help="of a model whose weights are ones, instead of --model")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--buckets", default="64,512", help="MiB")
     arguments = parser.parse_args()
-    files = sorted(Path(arguments.model).glob("*.safetensors"))
     dtype = getattr(torch, arguments.dtype)
-    tensors = {name: value.to(dtype) for file in files for name, value in load_file(file).items()}
+    if arguments.config:
+        hf = parse_hf_config(json.loads(arguments.config.read_text()), str(arguments.config))
+        shapes = {name: shape for weight in exported_weights(hf) for name, shape in weight.hf.items()}
+        tensors = {name: torch.ones(shape, dtype=dtype) for name, shape in shapes.items()}
+    else:
+        hf = read_hf_config(arguments.model)
+        files = sorted(Path(arguments.model).glob("*.safetensors"))
+        tensors = {name: value.to(dtype) for file in files for name, value in load_file(file).items()}
     print(f"load average before: {psutil.getloadavg()[0]:.1f} on {psutil.cpu_count()} cores")
-    print_bandwidth(sum(tensor.nbytes for tensor in tensors.values()))
-    asyncio.run(measure(arguments, tensors))
+    for bucket_mib in map(int, arguments.buckets.split(",")):
+        measure_alone(hf, tensors, bucket_mib)
+    if not arguments.config:
+        asyncio.run(measure(arguments, tensors))
 
 
-def print_bandwidth(num_bytes: int) -> None:
-    """Copying as many bytes within this process, and into fresh shared memory."""
-    source = torch.zeros(num_bytes, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    copy_s = median_s(lambda: target.copy_(source))
-    fresh_s = median_s(lambda: Bucket(num_bytes).close())
-    bucket = Bucket(num_bytes)
-    write_s = median_s(lambda: fill(bucket, source))
-    bucket.close()
-    print(f"{num_bytes / 2**20:.0f} MiB: memcpy {num_bytes / copy_s / 1e9:.1f} GB/s ({copy_s * 1e3:.0f} ms), ", end="")
-    print(f"into shared memory {num_bytes / write_s / 1e9:.1f} GB/s, its first mapping {fresh_s * 1e3:.0f} ms")
-
-
-def fill(bucket: Bucket, source: torch.Tensor) -> None:
-    bucket.clear()
-    assert bucket.add("bytes", source)
-
-
-def median_s(work) -> float:
-    seconds = []
-    for _ in range(PUSHES):
+def measure_alone(hf: HFModelConfig, tensors: dict[str, torch.Tensor], bucket_mib: int) -> None:
+    """Our part, through the product's sender, for an engine that returns every bucket at once."""
+    infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    fused = [(w, to_shard(w, [tensors[name] for name in w.hf], hf, 0, 1)) for w in exported_weights(hf)]
+    source = PolicySource()
+    info = SharedMemoryTrainerInfo(rank=0, bucket_bytes=bucket_mib * 2**20)
+    sender = SharedMemorySender(client=ReturningClient(), source=source, info=info)
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    plain = torch.ones(num_bytes, dtype=torch.uint8)
+    target = torch.zeros_like(plain)
+    copies, gathers, writes = [], [], []
+    for _ in range(PUSHES + 1):  # the first one maps the memory
         started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+        target.copy_(plain)
+        copies.append(time.perf_counter() - started)
+        source.renew(infos, unfuse(fused, hf))
+        sender.send_weights()
+        gathers.append(sender.parts.gather_s)
+        writes.append(sender.parts.write_s)
+    sender.close()
+    copy_s, gather_s, write_s = (statistics.median(seconds[1:]) for seconds in (copies, gathers, writes))
+    print(
+        f"alone, {num_bytes / 2**20:.0f} MiB in buckets of {bucket_mib} MiB, ms: memcpy {copy_s * 1e3:.0f} "
+        f"({num_bytes / copy_s / 1e9:.1f} GB/s), gather {gather_s * 1e3:.0f}, write {write_s * 1e3:.0f} "
+        f"({writes[0] * 1e3:.0f} the first time): {100 * copy_s / (gather_s + write_s):.0f} % of memcpy's speed",
+        flush=True,
+    )
+
+
+def unfuse(fused: list[tuple[Weight, torch.Tensor]], hf: HFModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """What ``iter_hf_weights`` does for one rank."""
+    for weight, shard in fused:
+        yield from zip(weight.hf, from_shards(weight, [shard], hf), strict=True)
+
+
+class ReturningClient:
+    """An engine whose workers let go of every bucket as they get it."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, MappedBucket] = {}
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def update_weights(self, info: dict) -> None:
+        bucket = SimpleNamespace(**info)
+        if bucket.key not in self._mapped:
+            self._mapped[bucket.key] = MappedBucket(bucket.path, bucket.length)
+        assert self._mapped[bucket.key].try_return(0)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        pass
 
 
 async def measure(arguments: argparse.Namespace, tensors: dict[str, torch.Tensor]) -> None:
