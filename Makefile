@@ -7,7 +7,8 @@ SMOLLM2 := models/smollm2-135m-instruct
 
 # The newer Megatron-Core wants Python 3.12: what touches Megatron or vLLM is tested there too.
 PYTHON312 ?= python3.12
-TESTS312 := tests/policy tests/weight_sync tests/predictor tests/algorithm tests/ops tests/rollout tests/test_train.py
+TESTS312 := tests/policy tests/weight_sync tests/predictor tests/algorithm tests/ops tests/rollout/test_vllm_engine.py \
+	tests/rollout/test_pool.py
 
 .PHONY: install install-launch install-py312 quickstart test test-py312 lint kernels bench clean
 
