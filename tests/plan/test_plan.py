@@ -195,6 +195,8 @@ def test_the_command(tmp_path, tiny_folder):
         assert part in result.output
     wrong = CliRunner().invoke(app, ["plan", "-c", str(path), "plan.device=H10"])
     assert isinstance(wrong.exception, UserError) and "did you mean 'H100'" in str(wrong.exception)
+    wrong = CliRunner().invoke(app, ["plan", "-c", str(path), "plan.response_tokens=-5"])
+    assert isinstance(wrong.exception, UserError) and "plan.response_tokens of at least 0" in str(wrong.exception)
     full = CliRunner().invoke(app, ["plan", "-c", str(path), "engine.gpu_memory_utilization=1.0"])
     assert isinstance(full.exception, UserError) and "expected at most 79 GiB on a H100" in str(full.exception)
     assert set(DEVICES) >= {"H100", "H200"}

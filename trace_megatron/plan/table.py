@@ -24,6 +24,10 @@ def describe_plan(config: Config) -> Iterator[str]:
     predictor = read_hf_config(config.predictor.model) if config.predictor.kind == "model" else None
     if predictor is not None and config.predictor.num_layers:
         predictor = dataclasses.replace(predictor, num_layers=config.predictor.num_layers)
+    for name in ("prompt_tokens", "response_tokens"):
+        tokens = getattr(config.plan, name)
+        if not tokens >= 0:
+            raise UserError(f"expected plan.{name} of at least 0 (0: half of the rollouts' limit), found {tokens:g}")
     device = device_named(config.plan.device)
     check_parallel(hf, config.policy)
     memory = device_memory(hf, predictor, config, device)
