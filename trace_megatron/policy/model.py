@@ -121,7 +121,9 @@ def build_layer_spec(config: TransformerConfig, virtual_stage: int | None = None
             attention = spec.submodules.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = norm
         if config.use_te_activation_func:
-            spec.submodules.mlp.submodules.activation_func = SwiGLU
+            mlp = spec.submodules.mlp  # in Megatron-Core 0.19 a partial call, in 0.16 a specification
+            submodules = mlp.keywords["submodules"] if isinstance(mlp, functools.partial) else mlp.submodules
+            submodules.activation_func = SwiGLU
     spec.submodules.self_attention.submodules.core_attention = TreeCoreAttention
     return TransformerBlockSubmodules(
         layer_specs=[spec] * get_num_layers_to_build(config, virtual_stage), layer_norm=norm
