@@ -1,16 +1,19 @@
-"""A policy of about a million parameters that can half do the calculator task: its own tokenizer, supervised steps.
+"""A policy of about a million parameters that can do the calculator task, carelessly: its own tokenizer, supervised steps.
 
-    python examples/calculator/warm_start.py [--folder models/calculator] [--steps 500]
+    python examples/calculator/warm_start.py [--folder models/calculator] [--steps 1000]
 
-Demonstrations are the environment's own solutions of train tasks, each further operation half as frequent: the policy
-solves short tasks nearly always, long ones now and then. The conversation is tokenised by the product's renderer, so
-that training and sampling see the same ids. The same seed gives the same weights on the same machine.
+Demonstrations are solutions of train tasks by someone who slips: in a task of n operations each call has, with
+probability ``SLIPS[n]``, a digit that is wrong, and the result is used all the same. So the policy knows how to solve
+every task, does so nearly always in short ones and almost never in long ones, as a pretrained model does, and there is
+something that reinforcement can unlearn. The conversation is tokenised by the product's renderer, so that training and
+sampling see the same ids. The same seed gives the same weights on the same machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import re
 import time
 from pathlib import Path
 
@@ -18,7 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from trace_megatron.envs.calculator import Calculator
+from trace_megatron.envs.calculator import Calculator, Operation
 from trace_megatron.rollout.chat import ChatRenderer
 
 CHARACTERS = "0123456789+-*()=ero"  # "error" is the calculator's answer to what it does not understand
@@ -27,6 +30,8 @@ TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+SLIPS = {1: 0.0, 2: 0.1, 3: 0.4, 4: 0.65, 5: 0.8, 6: 0.9}
+"""Operations of a task -> chance of a slip in each call; all of n succeed with probability (1 - slip)^n."""
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 100
 IGNORED = -100  # label of tokens that carry no loss
@@ -38,7 +43,7 @@ def main() -> None:
     build_tokenizer().save_pretrained(options.folder)
     renderer = ChatRenderer.from_folder(options.folder)
     environment = Calculator(seed=options.seed)
-    examples = [demonstrate(environment, renderer, number) for number in choose(environment, options.examples)]
+    examples = [demonstrate(environment, renderer, number) for number in range(options.examples)]
     model = build_model(renderer)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(examples)} demonstrations")
     train(model, examples, options)
@@ -49,9 +54,9 @@ def main() -> None:
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--folder", type=Path, default=Path("models/calculator"))
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--examples", type=int, default=40_000, help="tasks to choose from")
+    parser.add_argument("--examples", type=int, default=20_000, help="tasks to demonstrate")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -85,27 +90,47 @@ def build_model(renderer: ChatRenderer) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def choose(environment: Calculator, num_tasks: int) -> list[int]:
-    """Of the first train tasks, those with n operations with probability 2^(1 - n)."""
-    rng = random.Random(0)
-    return [
-        number for number in range(num_tasks) if rng.random() < 2.0 ** (1 - len(environment.draw("train", number)[1]))
-    ]
-
-
 def demonstrate(environment: Calculator, renderer: ChatRenderer, number: int) -> tuple[list[int], list[int]]:
-    """Ids of a solved task, and their labels: actions alone carry a loss."""
+    """Ids of a task's demonstration, and their labels: actions alone carry a loss."""
     task = environment.tasks("train")[number]
-    _, operations = environment.draw("train", number)
+    calls = solve(task.messages[0]["content"], SLIPS[task.payload["num_operations"]], random.Random(number))
     ids = list(renderer.prompt_ids(task.messages))
     labels = [IGNORED] * len(ids)
-    for operation in operations:
-        action = [*renderer.text_ids(str(operation)), renderer.stop_token_ids[0]]
-        answer = renderer.observation_ids([{"role": "tool", "content": str(operation.value)}], action, task.messages)
+    for call in calls:
+        action = [*renderer.text_ids(str(call)), renderer.stop_token_ids[0]]
+        answer = renderer.observation_ids([{"role": "tool", "content": str(call.value)}], action, task.messages)
         ids += [*action, *answer]
         labels += [*action, *[IGNORED] * len(answer)]
-    action = [*renderer.text_ids(f"={operations[-1].value}"), renderer.stop_token_ids[0]]
+    action = [*renderer.text_ids(f"={calls[-1].value}"), renderer.stop_token_ids[0]]
     return ids + action, labels + action
+
+
+def solve(expression: str, slip_prob: float, rng: random.Random) -> list[Operation]:
+    """The calls, innermost and left first; after a slip the wrong result goes on."""
+    calls: list[Operation] = []
+    tokens = re.findall(r"\d+|[-+*()]", f"({expression})")
+
+    def value() -> int:
+        token = tokens.pop(0)
+        if token != "(":
+            return int(token)
+        left, operator, right = value(), tokens.pop(0), value()
+        tokens.pop(0)  # the closing bracket
+        if rng.random() < slip_prob:
+            left, right = (slipped(left, rng), right) if rng.random() < 0.5 else (left, slipped(right, rng))
+        calls.append(Operation(left, operator, right))
+        return calls[-1].value
+
+    value()
+    return calls
+
+
+def slipped(number: int, rng: random.Random) -> int:
+    """The number with one digit replaced by another."""
+    digits = list(str(number))
+    place = rng.randrange(number < 0, len(digits))
+    digits[place] = rng.choice([digit for digit in "0123456789" if digit != digits[place]])
+    return int("".join(digits))
 
 
 def train(model: Qwen3ForCausalLM, examples: list[tuple[list[int], list[int]]], options: argparse.Namespace) -> None:
