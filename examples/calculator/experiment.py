@@ -93,13 +93,7 @@ def main() -> None:
     if options.jobs > 1 and options.job is None:
         sys.exit(run_jobs(options.jobs))
     suite = SUITES[options.suite]
-    configs = [
-        config
-        for seed in range(options.seeds or suite.num_seeds)
-        for number, name in enumerate(suite.variants)
-        if options.job is None or (seed + number) % options.jobs == options.job
-        if not is_finished(config := configure(suite, name, seed, options.overrides))
-    ]
+    configs = [config for config in chosen(suite, options) if not is_finished(config)]
     for config in configs:
         check_config(config)
         if config.policy.num_ranks != 1:
@@ -124,6 +118,16 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--job", type=int, help=argparse.SUPPRESS)  # the number of one of them
     parser.add_argument("overrides", nargs="*", help="section.key=value, for all runs")
     return parser.parse_intermixed_args(arguments)
+
+
+def chosen(suite: Suite, options: argparse.Namespace) -> list[Config]:
+    """The runs of this job, seed by seed."""
+    return [
+        configure(suite, name, seed, options.overrides)
+        for seed in range(options.seeds or suite.num_seeds)
+        for number, name in enumerate(suite.variants)
+        if options.job is None or (seed + number) % options.jobs == options.job
+    ]
 
 
 def run_jobs(num_jobs: int) -> int:

@@ -2,9 +2,9 @@
 
     python examples/calculator/results.py [--root runs/calculator] [--baseline treepo]
 
-Primary: effective ratio, the mean over a run's steps. Then held-out accuracy at the last validation, at equal units
-(the same step) and at equal sampled tokens (the smallest total of all runs). Differences are paired by seed,
-intervals 95 %.
+Primary: effective ratio, the mean over a run's steps, and over its first ones, before a policy that learned quickly
+solves too much for mixed trees. Then held-out accuracy at every validation (the same step is equal units) and at equal
+sampled tokens (quarters of the smallest total of all runs). Differences are paired by seed, intervals 95 %.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import matplotlib
@@ -29,6 +30,9 @@ from trace_megatron.metrics import read_lines
 from trace_megatron.report.statistics import mean_interval, paired_difference, value_at
 
 WINDOW = 10
+EARLY = 20
+"""Steps."""
+ACCURACY = "validation/accuracy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ def main() -> None:
     print("\n\n".join(tables(runs, options.baseline)))
     label = f"effective ratio, mean over {WINDOW} steps"
     plot(runs, "rollout/effective_ratio", label, options.root / "effective_ratio.png", WINDOW)
-    plot(runs, "validation/accuracy", "held-out accuracy", options.root / "accuracy.png")
+    plot(runs, ACCURACY, "held-out accuracy", options.root / "accuracy.png")
 
 
 def read_runs(root: Path) -> Iterator[Run]:
@@ -81,14 +85,16 @@ def read_runs(root: Path) -> Iterator[Run]:
 def tables(runs: Sequence[Run], baseline: str) -> Iterator[str]:
     least_tokens = min(run.tokens[-1] for run in runs)
     yield table("effective ratio, mean over steps", runs, baseline, lambda run: run.mean("rollout/effective_ratio"))
-    if all(run.series("validation/accuracy")[1].size for run in runs):
-        yield table("held-out accuracy at the last validation", runs, baseline, final_accuracy)
-        yield table(
-            f"held-out accuracy after {least_tokens:,.0f} sampled tokens",
-            runs,
-            baseline,
-            lambda run: accuracy_at_tokens(run, least_tokens),
-        )
+    if len(runs[0].lines) > EARLY:
+        yield table(f"effective ratio, steps 1 to {EARLY}", runs, baseline, early_ratio)
+    for index in range(min(run.series(ACCURACY)[1].size for run in runs)):
+        step = runs[0].series(ACCURACY)[0][index] + 1
+        yield table(f"held-out accuracy after step {step}", runs, baseline, partial(accuracy, index=index))
+    if all(run.series(ACCURACY)[1].size for run in runs):
+        for share in (0.25, 0.5, 0.75, 1.0):
+            tokens = share * least_tokens
+            title = f"held-out accuracy after {tokens:,.0f} sampled tokens"
+            yield table(title, runs, baseline, partial(accuracy_at_tokens, tokens=tokens))
     yield table("mixed trees a step", runs, baseline, mixed_trees)
     yield table("mixed pairs per unit", runs, baseline, lambda run: run.mean("rollout/contrasts_per_unit"))
     yield table("units", runs, baseline, lambda run: run.total("rollout/units"))
@@ -130,12 +136,17 @@ def mixed_trees(run: Run) -> float:
     return float(np.mean([line["rollout/effective_ratio"] * line["rollout/num_trees"] for line in run.lines]))
 
 
-def final_accuracy(run: Run) -> float:
-    return float(run.series("validation/accuracy")[1][-1])
+def early_ratio(run: Run) -> float:
+    return float(np.mean([line["rollout/effective_ratio"] for line in run.lines[:EARLY]]))
+
+
+def accuracy(run: Run, index: int) -> float:
+    """At a validation."""
+    return float(run.series(ACCURACY)[1][index])
 
 
 def accuracy_at_tokens(run: Run, tokens: float) -> float:
-    steps, accuracies = run.series("validation/accuracy")
+    steps, accuracies = run.series(ACCURACY)
     return value_at(run.tokens[steps], accuracies, tokens)
 
 

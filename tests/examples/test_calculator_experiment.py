@@ -1,21 +1,33 @@
 """The calculator experiment's configurations: all resolve, and the compared methods spend the same units."""
 
+import asyncio
 import importlib.util
+import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from trace_megatron.algorithm.selectors import build_selector
 from trace_megatron.algorithm.tree import CONTINUATION_UNITS
 from trace_megatron.config import dump_config
+from trace_megatron.envs.calculator import Calculator
 from trace_megatron.errors import UserError
+from trace_megatron.types import Prompt, Task
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "calculator" / "experiment.py"
-spec = importlib.util.spec_from_file_location("calculator_experiment", SCRIPT)
-experiment = importlib.util.module_from_spec(spec)
-sys.modules[spec.name] = experiment  # its dataclasses look themselves up
-spec.loader.exec_module(experiment)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
+
+
+def load(name: str):
+    spec = importlib.util.spec_from_file_location(f"calculator_{name}", EXAMPLE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    return module
+
+
+experiment, warm_start = load("experiment"), load("warm_start")
 COMPARE, ABLATE = experiment.SUITES["compare"], experiment.SUITES["ablate"]
 
 
@@ -49,6 +61,59 @@ def test_options_may_stand_among_overrides():
     assert (config.run.name, config.run.seed, config.run.steps) == ("trace-s1", 1, 3)
 
 
+def test_jobs_share_the_runs():
+    commands = (["ablate"], *(["ablate", "--jobs", "3", "--job", str(job)] for job in range(3)))
+    every, *shares = (
+        {config.run.name for config in experiment.chosen(ABLATE, experiment.parse_options(command))}
+        for command in commands
+    )
+    assert set.union(*shares) == every and sum(map(len, shares)) == len(every) == 30
+    assert {len(share) for share in shares} == {10}
+
+
+class Probed:
+    """``evaluate`` of the collector: each prompt's own rate of success."""
+
+    def __init__(self, rates: dict[str, float]):
+        self.rates, self.calls = rates, []
+
+    async def __call__(self, engine, environment, renderer, config, prompts, samples, run_seed, step, max_model_len):
+        self.calls.append((run_seed, step))
+        return [
+            [SimpleNamespace(reward=float(k < self.rates[prompt.task.task_id] * samples)) for k in range(samples)]
+            for prompt in prompts
+        ]
+
+
+def test_the_oracle_knows_candidates_by_rollouts_of_their_own(monkeypatch):
+    probed = Probed({"easy": 1.0, "even": 0.5, "hard": 0.0})
+    monkeypatch.setattr(experiment, "evaluate", probed)
+    config = experiment.configure(ABLATE, "oracle", 1, [])
+    sampling = SimpleNamespace(config=config, engine=None, environment=None, renderer=None)
+    prompts = [Prompt(name, Task(name, (), {}), (1,)) for name in probed.rates]
+    with asyncio.Runner() as loop:
+        oracle = experiment.choose_predictor(config, sampling, loop)
+        assert oracle.score_roots(prompts).tolist() == [16.5 / 17, 0.5, 0.5 / 17]
+        probed.rates["hard"] = 1.0  # the policy has learned: what was known before does not count
+        assert oracle.score_roots(prompts)[2] == 16.5 / 17
+    assert len(set(probed.calls)) == 2 and all(seed != config.run.seed for seed, _ in probed.calls)
+
+
+def test_demonstrations_slip_as_often_as_they_say():
+    environment = Calculator()
+    for number in range(60):
+        expression, operations = environment.draw("train", number)
+        assert warm_start.solve(expression, 0.0, random.Random(number)) == operations
+    for num_operations, slip in warm_start.SLIPS.items():
+        tasks = [environment.draw("train", number) for number in range(num_operations - 1, 6 * 400, 6)]
+        solved = [
+            warm_start.solve(expression, slip, random.Random(index))[-1].value == operations[-1].value
+            for index, (expression, operations) in enumerate(tasks)
+        ]
+        # a slip may be undone by a multiplication with 0, and no demonstration is right more often than that
+        assert sum(solved) / len(solved) == pytest.approx((1 - slip) ** num_operations, abs=0.07)
+
+
 def test_runs_are_known_and_a_run_of_another_configuration_is_left_alone(tmp_path):
     config = experiment.configure(COMPARE, "trace", 0, [f"run.output_dir={tmp_path}", "run.steps=2"])
     folder = tmp_path / "trace-s0"
@@ -67,7 +132,8 @@ def test_runs_are_known_and_a_run_of_another_configuration_is_left_alone(tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["compare", "--seeds", "-1"], "expected --seeds of at least 0 .* found -1"),
+        (["compare", "--seeds", "-1"], "expected --seeds of at least 0 .* found -1 and 1"),
+        (["compare", "--jobs", "0"], "expected .* --jobs of at least 1, found 0 and 0"),
         (["compare", "policy.data_parallel=2"], "expected a policy of one rank, found 2"),
     ],
 )
