@@ -1,4 +1,4 @@
-"""A policy of about a million parameters that does the calculator task, carelessly: its own tokenizer, supervised steps.
+"""A policy of a million parameters that does the calculator task, carelessly: its own tokenizer, supervised steps.
 
     python examples/calculator/warm_start.py [--folder models/calculator] [--steps 1000]
 
