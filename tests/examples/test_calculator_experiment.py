@@ -1,6 +1,5 @@
 """The calculator experiment's configurations: all resolve, and the compared methods spend the same units."""
 
-import asyncio
 import importlib.util
 import random
 import sys
@@ -14,6 +13,7 @@ from trace_megatron.algorithm.tree import CONTINUATION_UNITS
 from trace_megatron.config import dump_config
 from trace_megatron.envs.calculator import Calculator
 from trace_megatron.errors import UserError
+from trace_megatron.event_loop import EventLoop
 from trace_megatron.types import Prompt, Task
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "calculator"
@@ -91,7 +91,7 @@ def test_the_oracle_knows_candidates_by_rollouts_of_their_own(monkeypatch):
     config = experiment.configure(ABLATE, "oracle", 1, [])
     sampling = SimpleNamespace(config=config, engine=None, environment=None, renderer=None)
     prompts = [Prompt(name, Task(name, (), {}), (1,)) for name in probed.rates]
-    with asyncio.Runner() as loop:
+    with EventLoop() as loop:
         oracle = experiment.choose_predictor(config, sampling, loop)
         assert oracle.score_roots(prompts).tolist() == [16.5 / 17, 0.5, 0.5 / 17]
         probed.rates["hard"] = 1.0  # the policy has learned: what was known before does not count
