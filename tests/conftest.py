@@ -10,14 +10,6 @@ from pathlib import Path
 import pytest
 from needed import ROOT, absent
 
-LONG = ("test_slurm", "test_train", "test_layouts", "test_eval", "test_checkpoint", "test_hosts", "test_served_engine")
-"""Files that take a minute or so: begun first, they don't leave one worker idle at the end."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: index for index, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
-
 
 @pytest.fixture(scope="session")
 def trace_data() -> Path:
