@@ -3,6 +3,7 @@
     python tools/compare_runs.py RUN OTHER_RUN
 
 Prints the largest difference of a metric that no clock made. Exit code 1: other tokens, or a difference above 1e-5.
+Runs in float32 repeat; in bfloat16 a sampled token can depend on which requests shared the engine's batch.
 """
 
 from __future__ import annotations
