@@ -1,12 +1,13 @@
 """A packed optimizer step beside the same attention with every leaf as a root of its own: time and peak memory.
 
-    python tools/bench/bench_packing.py [--shapes qa maths bfcl] [--steps 3] [--threads 1]
+    python tools/bench/bench_packing.py [--shapes qa maths bfcl] [--rounds 5] [--steps 3] [--threads 1]
     python tools/bench/bench_packing.py --crossover
 
 The shapes are those of ALGORITHMS.md section 4 with token counts divided by 16: one prompt with 4 bare rollouts and 2
 continuations of each at random prefixes. r = unpacked / packed tokens. ``--crossover`` shortens the shared prefix until
 there is nothing left to share. Every measurement runs in a process of its own: a random 256-wide Llama of 4 layers,
-float32, one micro-batch, so that peak memory is that of the whole pack. Time is processor time of all threads.
+float32, one micro-batch, so that peak memory is that of the whole pack. Time is processor time of all threads. Packed
+and unpacked take turns for ``--rounds`` rounds; medians are printed, of the ratios too: rounds differ by a tenth.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--crossover", action="store_true")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--one", help=argparse.SUPPRESS)  # a single measurement, in a process of its own
@@ -68,8 +70,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
         for name in names:
-            packed, unpacked = (run(arguments, folder, name, form) for form in ("packed", "unpacked"))
-            print(describe(name, packed, unpacked), flush=True)
+            rounds = [
+                [run(arguments, folder, name, form) for form in ("packed", "unpacked")] for _ in range(arguments.rounds)
+            ]
+            print(describe(name, rounds), flush=True)
 
 
 def run(arguments: argparse.Namespace, folder: str, name: str, form: str) -> dict:
@@ -78,14 +82,19 @@ def run(arguments: argparse.Namespace, folder: str, name: str, form: str) -> dic
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
 
 
-def describe(name: str, packed: dict, unpacked: dict) -> str:
-    r = unpacked["tokens"] / packed["tokens"]
-    time_ratio = unpacked["seconds"] / packed["seconds"]
-    memory_ratio = unpacked["activation_mib"] / packed["activation_mib"]
+def describe(name: str, rounds: list[list[dict]]) -> str:
+    def median(key: str) -> tuple[float, float, float]:
+        """Of packed, of unpacked, of their ratio in one round."""
+        values = np.array([[form[key] for form in pair] for pair in rounds])
+        return *np.median(values, axis=0), np.median(values[:, 1] / values[:, 0])
+
+    packed_tokens, unpacked_tokens, r = median("tokens")
+    packed_s, unpacked_s, time_ratio = median("seconds")
+    packed_mib, unpacked_mib, memory_ratio = median("activation_mib")
     return (
-        f"{name:12s} {packed['tokens']:13d} {unpacked['tokens']:8d} {r:5.2f} |      {packed['seconds']:7.2f} "
-        f"{unpacked['seconds']:8.2f} {time_ratio:5.2f} {time_ratio / r:4.2f} |          "
-        f"{packed['activation_mib']:7.0f} {unpacked['activation_mib']:8.0f} {memory_ratio:5.2f} {memory_ratio / r:4.2f}"
+        f"{name:12s} {packed_tokens:13.0f} {unpacked_tokens:8.0f} {r:5.2f} |      {packed_s:7.2f} {unpacked_s:8.2f} "
+        f"{time_ratio:5.2f} {time_ratio / r:4.2f} |          {packed_mib:7.0f} {unpacked_mib:8.0f} "
+        f"{memory_ratio:5.2f} {memory_ratio / r:4.2f}"
     )
 
 
