@@ -13,6 +13,7 @@ from trace_megatron.envs import build_environment
 from trace_megatron.errors import UserError
 from trace_megatron.policy.hf_config import read_hf_config
 from trace_megatron.policy.layout import check_parallel
+from trace_megatron.policy.offload import check_offload
 
 
 def check_config(config: Config) -> None:
@@ -21,6 +22,7 @@ def check_config(config: Config) -> None:
     if not len(build_environment(config.env).tasks("train")):
         raise UserError("expected tasks to train on, found an empty data set: check env.params")
     check_parallel(read_hf_config(config.policy.model), config.policy)
+    check_offload(config)
     rollout, loss = config.rollout, config.loss
     if rollout.top_p < 1 and loss.old_logprobs == "bypass":
         raise UserError(

@@ -51,6 +51,12 @@ class PolicyConfig:
     """Ranks that share the experts of a layer: some of the tensor-, context- and data-parallel ones."""
     sequence_parallel: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
+    offload_layers: int = 0
+    """GPUs with Transformer Engine: layers whose activations wait in host memory for their backward pass."""
+    offload_weights: bool = False
+    """Those layers' weights too."""
+    offload_modules: tuple[str, ...] = ()
+    """GPUs: parts of every layer (core_attn, mlp_norm, ...; policy/offload.py) whose inputs wait there instead."""
     tokens_per_micro_batch: int = 4096
     """A pack's upper limit; longer trees are cut by leaves."""
     peak_tflops: float = 0.0
@@ -74,6 +80,8 @@ class OptimizerConfig:
     clip_grad: float = 1.0
     distributed: bool = True
     """Shard optimizer state over data-parallel ranks."""
+    offload_share: float = 0.0
+    """GPUs: of the optimizer's state, main weights and moments, what stays in host memory and is updated there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -32,6 +33,14 @@ _STEP = {
     "validation.every": 0,
 }
 
+_OFFLOADED = {
+    "modules' activations": {"policy.offload_modules": "[core_attn, mlp_norm]"},
+    "layers' activations": {"policy.offload_layers": 2},
+    "half of the optimizer": {"optimizer.offload_share": 0.5},
+}
+_NEED_TRANSFORMER_ENGINE = {"policy.offload_layers", "optimizer.offload_share"}
+_NONE: Mapping[str, object] = {}
+
 
 def system_checks(model: Path) -> list[Check]:
     """``model``: an HF folder with a tokenizer, small."""
@@ -44,6 +53,10 @@ def system_checks(model: Path) -> list[Check]:
         ),
         Check("system: one TRACE step", functools.partial(check_step, model, False)),
         Check("system: one TRACE step, engine and trainer in turns", functools.partial(check_step, model, True)),
+        *(
+            Check(f"system: one TRACE step, {name} on the host", functools.partial(check_step, model, False, options))
+            for name, options in _OFFLOADED.items()
+        ),
     ]
 
 
@@ -67,7 +80,7 @@ def check_sync(backend: str) -> Outcome:
     return Outcome(run_case([str(_CASES / "sync_case.py"), backend], 600.0))
 
 
-def step_settings(model: Path, folder: str, colocated: bool) -> list[str]:
+def step_settings(model: Path, folder: str, colocated: bool, options: Mapping[str, object] = _NONE) -> list[str]:
     """What ``trace-megatron train -c configs/quickstart.yaml`` is called with."""
     own = {
         "policy.model": model,
@@ -75,14 +88,16 @@ def step_settings(model: Path, folder: str, colocated: bool) -> list[str]:
         "run.output_dir": folder,
         "engine.colocated": str(colocated).lower(),
     }
-    return [f"{name}={value}" for name, value in (_STEP | own).items()]
+    return [f"{name}={value}" for name, value in (_STEP | own | dict(options)).items()]
 
 
-def check_step(model: Path, colocated: bool) -> Outcome:
-    """``colocated``: the engine sleeps while the trainer trains."""
+def check_step(model: Path, colocated: bool, options: Mapping[str, object] = _NONE) -> Outcome:
+    """``colocated``: the engine sleeps while the trainer trains. ``options``: more ``section.key`` of the run."""
     _need_model(model)
+    if _NEED_TRANSFORMER_ENGINE & set(options) and importlib.util.find_spec("transformer_engine") is None:
+        raise SkippedError("needs Transformer Engine, found none")
     with tempfile.TemporaryDirectory() as folder:
-        settings = step_settings(model.resolve(), folder, colocated)
+        settings = step_settings(model.resolve(), folder, colocated, options)
         config = str(ROOT / "configs/quickstart.yaml")
         run_case(["-m", "trace_megatron.cli", "train", "-c", config, *settings], 1200.0)
         metrics = list(Path(folder).rglob("metrics.jsonl"))

@@ -1,5 +1,7 @@
 """Memory of the fullest trainer rank, by part. Bytes; parameters and optimizer are counted, activations modelled.
 
+Offloaded modules are taken to be on the device still: what remains of them there while layers run is not modelled.
+
 Legend: H hidden size, Q = heads x head dim, K = KV heads x head dim, F feed-forward size.
 """
 
@@ -43,11 +45,11 @@ def trainer_memory(hf: HFModelConfig, config: Config, num_micro_batches: int) ->
     counts = parameters_by_stage(hf, config)
     shards = policy.data_parallel * policy.context_parallel if config.optimizer.distributed else 1
     # of a bfloat16 weight the optimizer keeps a float32 copy beside two moments
-    state_bytes = MAIN_BYTES * (2 if width == 4 else 3)
+    state_bytes = MAIN_BYTES * (2 if width == 4 else 3) * (1 - config.optimizer.offload_share)
     layers = split_layers(hf, policy)
     stages = []
     for stage in range(policy.pipeline_parallel):
-        own = sum(layers[stage :: policy.pipeline_parallel])
+        own = sum(layers[stage :: policy.pipeline_parallel]) - policy.offload_layers  # what these keep is on the host
         in_flight = min(policy.pipeline_parallel - stage, num_micro_batches)
         if policy.virtual_pipeline > 1:  # 1F1B interleaved: chunks of up to this many micro-batches wait
             warm_up = (
@@ -61,7 +63,7 @@ def trainer_memory(hf: HFModelConfig, config: Config, num_micro_batches: int) ->
                 num_parameters=counts[stage],
                 weights=counts[stage] * width,
                 gradients=counts[stage] * MAIN_BYTES,
-                optimizer=counts[stage] * state_bytes // shards,
+                optimizer=int(counts[stage] * state_bytes / shards),
                 activations=int(in_flight * own * layer_activations(hf, config) + working_set(hf, config)),
                 head=3 * MAIN_BYTES * LOGITS_PER_CHUNK if is_last else 0,  # logits, their exponentials, their gradient
             )

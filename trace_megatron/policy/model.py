@@ -28,6 +28,7 @@ from trace_megatron.config import PolicyConfig
 from trace_megatron.ops import rms_norm, swiglu
 from trace_megatron.policy.hf_config import HFModelConfig, Llama3Scaling
 from trace_megatron.policy.layout import check_parallel, split_layers
+from trace_megatron.policy.offload import transformer_options
 from trace_megatron.policy.tree_attention import TreeCoreAttention, TreeSequence
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -106,6 +107,7 @@ def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> Transfo
         calculate_per_token_loss=True,  # the loss comes with global weights already: no division per micro-batch
         **_experts(hf, policy, on_gpu),
         **_recompute(policy.recompute),
+        **transformer_options(policy, hf.num_layers),
     )
 
 

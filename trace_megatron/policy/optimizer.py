@@ -10,9 +10,11 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from trace_megatron.config import OptimizerConfig
+from trace_megatron.policy.offload import make_state, optimizer_options
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MAIN = "main"
@@ -34,6 +36,7 @@ def build_optimizer(replicas: Sequence[DistributedDataParallel], config: Optimiz
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=config.distributed,
+            **optimizer_options(config),
         ),
         list(replicas),
     )
@@ -41,12 +44,17 @@ def build_optimizer(replicas: Sequence[DistributedDataParallel], config: Optimiz
         # Norms and other vectors do not decay: Megatron marks their groups, and leaves the product to its scheduler.
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
     for part in optimizer.chained_optimizers:
+        if isinstance(part.optimizer, HybridDeviceOptimizer):
+            make_state(part.optimizer)
+            continue
         part.init_state_fn(part.optimizer)
         if isinstance(part.optimizer, torch.optim.AdamW):  # where Transformer Engine's and apex's are missing
             for group in part.optimizer.param_groups:
                 group["fused"] = True  # one pass over memory instead of a dozen
             for parameter, state in part.optimizer.state.items():
                 state["step"] = torch.zeros((), device=parameter.device)
+    if config.offload_share:
+        restore_step(optimizer, 0)
     return optimizer
 
 
@@ -83,12 +91,13 @@ def restore_state(
 def restore_step(optimizer: MegatronOptimizer, step: int) -> None:
     """Set the number of steps that Adam's bias correction counts."""
     for part in optimizer.chained_optimizers:
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            for state in part.optimizer.state.values():
-                state["step"].fill_(step)
-        else:
-            for group in part.optimizer.param_groups:
-                group["step"] = step
+        for inner in getattr(part.optimizer, "sub_optimizers", [part.optimizer]):  # the host's and the device's
+            if isinstance(inner, torch.optim.AdamW):
+                for state in inner.state.values():
+                    state["step"].fill_(step)
+            else:
+                for group in inner.param_groups:
+                    group["step"] = step
 
 
 def _is_expert(parameter: torch.nn.Parameter) -> bool:
@@ -121,4 +130,6 @@ def _owned(optimizer: MegatronOptimizer, parameter: torch.nn.Parameter) -> tuple
         owned = slice(0, parameter.numel())
     state = optimizer.optimizer.state[main]
     tensors = {name: state[name] for name in _MOMENTS}
-    return owned, tensors if parameter.dtype is torch.float32 else tensors | {_MAIN: main}
+    if parameter.dtype is not torch.float32:
+        tensors[_MAIN] = state.get("master_param", main)  # the former where part of the state is offloaded
+    return owned, tensors
