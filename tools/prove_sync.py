@@ -3,8 +3,9 @@
     python tools/prove_sync.py [--pushes 50]
 
 A small random model of each family that is cheap to run; the engine starts from other weights. After the push its
-logprobs must be those of transformers (float64) on what the policy exports. Then it is pushed again and again, and the
-memory of trainer and engine must not grow. Takes a few minutes; prints a line per layout.
+logprobs must be those of transformers (float64) on what the policy exports. Then all weights are pushed with another
+sign, again and again, and at last as they are: the logprobs must be the same once more, and the memory of trainer and
+engine must not have grown. Takes a few minutes; prints a line per layout.
 """
 
 from __future__ import annotations
@@ -87,7 +88,10 @@ async def drive(policy, options: argparse.Namespace, engine_tp: int) -> None:
         after = await logprob_error(engine, options.folder / "export")
         memory = []
         for version in range(2, options.pushes + 1):
-            await sync.push(*policy.weights(), version=version)
+            infos, tensors = policy.weights()
+            if version < options.pushes:  # others, which the last one must replace
+                tensors = ((name, -tensor) for name, tensor in tensors)
+            await sync.push(infos, tensors, version)
             memory.append(resident_bytes())
         last = await logprob_error(engine, options.folder / "export")
     finally:

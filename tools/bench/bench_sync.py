@@ -1,10 +1,12 @@
 """A weight sync by part, beside this machine's memory bandwidth in the same run: our part alone, then end to end.
 
     python tools/bench/bench_sync.py [--model FOLDER] [--dtype bfloat16] [--buckets 64,512]
-    python tools/bench/bench_sync.py --config CONFIG.json     # weights of those shapes, our part alone
+    python tools/bench/bench_sync.py --config CONFIG.json                      # weights of those shapes, our part alone
+    python tools/bench/bench_sync.py --config CONFIG.json --scratch FOLDER     # written there for an engine, end to end
 
 Our part: taking HF tensors out of Megatron's fused parameters as at TP 1 (gather), and the copies into shared memory
-(write). Alone, no engine loads beside it; a copy of as many bytes is timed in turn with it. Medians of five.
+(write). Alone, no engine loads beside it. A copy of as many bytes is timed in turn with each, by torch, with as many
+threads as cores. Medians of five; the first push into an engine, through vLLM's own loader, is printed by itself.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import shutil
 import statistics
 import time
 from collections.abc import Iterator
@@ -25,6 +28,7 @@ from safetensors.torch import load_file
 
 from trace_megatron.config import EngineConfig, SyncConfig
 from trace_megatron.policy.hf_config import HFModelConfig, parse_hf_config, read_hf_config
+from trace_megatron.policy.hf_files import HFWriter
 from trace_megatron.policy.names import Weight, exported_weights, from_shards, to_shard
 from trace_megatron.rollout.vllm_engine import VLLMEngine
 from trace_megatron.types import TensorInfo
@@ -40,6 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="models/smollm2-135m-instruct")
     parser.add_argument("--config", type=Path, help="of a model whose weights are ones, instead of --model")
+    parser.add_argument("--scratch", type=Path, help="a folder for the model of --config, for the time of the run")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--buckets", default="64,512", help="MiB")
     arguments = parser.parse_args()
@@ -51,12 +56,25 @@ def main() -> None:
     else:
         hf = read_hf_config(arguments.model)
         files = sorted(Path(arguments.model).glob("*.safetensors"))
-        tensors = {name: value.to(dtype) for file in files for name, value in load_file(file).items()}
+        loaded = {name: value for file in files for name, value in load_file(file).items()}
+        tensors = {name: loaded[name].to(dtype) for weight in exported_weights(hf) for name in weight.hf}
     print(f"load average before: {psutil.getloadavg()[0]:.1f} on {psutil.cpu_count()} cores")
     for bucket_mib in map(int, arguments.buckets.split(",")):
         measure_alone(hf, tensors, bucket_mib)
     if not arguments.config:
-        asyncio.run(measure(arguments, tensors))
+        asyncio.run(measure(arguments.model, arguments, tensors))
+    elif arguments.scratch:
+        arguments.scratch.mkdir()
+        try:
+            infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+            writer = HFWriter(arguments.scratch, infos)
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+            writer.close()
+            shutil.copy(arguments.config, arguments.scratch / "config.json")
+            asyncio.run(measure(arguments.scratch, arguments, tensors))
+        finally:
+            shutil.rmtree(arguments.scratch)
 
 
 def measure_alone(hf: HFModelConfig, tensors: dict[str, torch.Tensor], bucket_mib: int) -> None:
@@ -113,18 +131,30 @@ class ReturningClient:
         pass
 
 
-async def measure(arguments: argparse.Namespace, tensors: dict[str, torch.Tensor]) -> None:
+async def measure(model: str | Path, arguments: argparse.Namespace, tensors: dict[str, torch.Tensor]) -> None:
     config = EngineConfig(dtype=arguments.dtype, kv_cache_gib=0.5)
-    engine = VLLMEngine(arguments.model, config, max_model_len=256)
+    engine = VLLMEngine(model, config, max_model_len=256)
     infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    plain = torch.ones(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    target = torch.zeros_like(plain)
     await engine.start()
     try:
         for bucket_mib in map(int, arguments.buckets.split(",")):
             sync = WeightSync(engine, SyncConfig(bucket_mib=bucket_mib))
-            pushes = [asdict(await sync.push(infos, tensors.items(), version)) for version in range(PUSHES)]
+            pushes, copies = [], []
+            for version in range(PUSHES + 1):
+                started = time.perf_counter()
+                target.copy_(plain)
+                copies.append(time.perf_counter() - started)
+                pushes.append(asdict(await sync.push(infos, tensors.items(), version)))
+            first_s, copy_s = pushes.pop(0)["seconds"], statistics.median(copies[1:])
             parts = {name: statistics.median(push[name] for push in pushes) for name in pushes[0] if name != "bytes"}
             text = ", ".join(f"{name.removesuffix('_s')} {value * 1e3:.0f}" for name, value in parts.items())
-            print(f"buckets of {bucket_mib} MiB, ms: {text}", flush=True)
+            print(
+                f"end to end in buckets of {bucket_mib} MiB, ms: memcpy {copy_s * 1e3:.0f}, {text} "
+                f"({first_s * 1e3:.0f} the first time): {100 * copy_s / parts['seconds']:.0f} % of memcpy's speed",
+                flush=True,
+            )
     finally:
         await engine.close()
 

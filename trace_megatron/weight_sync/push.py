@@ -90,9 +90,9 @@ class WeightSync:
         try:
             if not engines:
                 raise EngineError("no engine is alive")
-            await control_all(engines, "pause_generation", mode="keep", clear_cache=True)
-            pause_s = time.perf_counter() - started
-            sending = asyncio.create_task(asyncio.to_thread(self._connected(engines).send, infos, tensors, checked))
+            paused = asyncio.run_coroutine_threadsafe(_pause(engines), asyncio.get_running_loop())
+            transfer = self._connected(engines)
+            sending = asyncio.create_task(asyncio.to_thread(transfer.send, infos, tensors, paused, checked))
             num_bytes, parts = await asyncio.shield(sending)
             await control_all(engines, "reset_prefix_cache")
             await control_all(engines, "update_weight_version", str(version))
@@ -114,7 +114,7 @@ class WeightSync:
                 raise WeightSyncError(f"pushing weight version {version} failed: {error}") from error
             raise
         self._num_pushes += 1
-        return SyncStats(time.perf_counter() - started, num_bytes, pause_s, **asdict(parts))
+        return SyncStats(time.perf_counter() - started, num_bytes, paused.result(), **asdict(parts))
 
     def _connected(self, engines: Sequence[Engine]) -> Transfer:
         """The connection to these engines: a new one where one of them died, or was started again."""
@@ -126,6 +126,13 @@ class WeightSync:
                 self._transfer.close()
             self._transfer = Transfer(engines, asyncio.get_running_loop(), self._config)
         return self._transfer
+
+
+async def _pause(engines: Sequence[Engine]) -> float:
+    """Seconds until the requests of all stand still."""
+    started = time.perf_counter()
+    await control_all(engines, "pause_generation", mode="keep", clear_cache=True)
+    return time.perf_counter() - started
 
 
 def _drain(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -93,7 +93,6 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
         """One start, the buckets, one finish. An error leaves the engine's weights half-updated."""
         self.parts = SyncParts()
         self._discard([bucket for bucket in self._buckets if not bucket.returned])
-        self.client.start_weight_update()
         try:
             self._send_buckets()
         except EngineError:
@@ -119,13 +118,13 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
         expected = [info.name for info in infos]
         total = sum(math.prod(info.shape) * info.dtype.itemsize + ALIGNMENT for info in infos)
         capacity = min(self._info.bucket_bytes, max(total // _NUM_PARTS, _SMALLEST_BYTES))
-        tensors = _Peekable(iter(self.source), self.parts)
-        loading: Future[None] | None = None
         with ThreadPoolExecutor(max_workers=1) as loader:
+            # Meanwhile the first bucket is filled: an engine whose requests still run is not ready at once.
+            loading: Future[None] = loader.submit(self.client.start_weight_update)
+            tensors = _Peekable(iter(self.source), self.parts)
             while True:
                 bucket = self._fill(tensors, capacity)
-                if loading is not None:
-                    loading.result()
+                loading.result()
                 last = tensors.peek() is None
                 loading = loader.submit(self._load, bucket, expected if last else [], self._checksums)
                 if last:

@@ -9,6 +9,7 @@ holds: its owner fills it again only when all have let go, so that no buffer is 
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import os
 import socket
@@ -134,11 +135,11 @@ class MappedBucket:
 
 def views(array: np.ndarray, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a bucket whose bytes are ``array``."""
+    memory = torch.from_numpy(array)
     for name, dtype_name, shape, offset in entries:
         dtype = getattr(torch, dtype_name)
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        raw = torch.from_numpy(array[offset : offset + num_bytes])
-        yield name, (raw.view(dtype) if num_bytes else torch.empty(0, dtype=dtype)).view(tuple(shape))
+        num_bytes = math.prod(shape) * dtype.itemsize
+        yield name, memory[offset : offset + num_bytes].view(dtype).view(tuple(shape))
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -25,7 +25,7 @@ class SyncStats:
     bytes: int
     """Of all tensors."""
     pause_s: float
-    """Until running requests stand still."""
+    """Until running requests stand still; the first bucket is filled meanwhile."""
     gather_s: float
     """Waiting for the policy's tensors."""
     write_s: float

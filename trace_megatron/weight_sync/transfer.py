@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class EngineClient:
     def __init__(self, engines: Sequence[Engine], loop: asyncio.AbstractEventLoop):
         self._engines = engines
         self._loop = loop
+        self.paused: Future[None] | None = None
+        """Of the next update: when every engine's requests stand still."""
 
     def _call(self, method: str, *args: Any) -> None:
         self._call_each(method, [args] * len(self._engines))
@@ -46,6 +49,7 @@ class EngineClient:
         self._call("init_weight_transfer_engine", WeightTransferInitRequest(init_info))
 
     def start_weight_update(self) -> None:
+        self.paused.result()
         self._call("start_weight_update")
 
     def update_weights(self, update_info: WeightTransferUpdatePayload) -> None:
@@ -85,11 +89,19 @@ class Transfer:
 
     @torch.no_grad()
     def send(
-        self, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]], with_checksums: bool = False
+        self,
+        infos: Sequence[TensorInfo],
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        paused: Future[None],
+        with_checksums: bool = False,
     ) -> tuple[int, SyncParts]:
-        """Start, update and finish; returns bytes sent and the seconds by part. Blocks: never on the event loop."""
+        """Start once the engines have ``paused``, update and finish; returns bytes sent and the seconds by part.
+
+        Blocks: never on the event loop.
+        """
         if self._device is not None:
             torch.cuda.set_device(self._device)  # of this thread
+        self._client.paused = paused
         self._source.renew(infos, tensors)
         if self._sender is None:
             self._sender = WeightTransferTrainerFactory.trainer_init(

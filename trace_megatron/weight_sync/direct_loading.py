@@ -1,0 +1,202 @@
+"""Weights copied straight to where the engine's own loader was seen to put them.
+
+A parameter that the engine uses as it was loaded is written in place. One of which it keeps a packed copy alone (for a
+CPU's matrix products) is put together in memory of its own, and packed by vLLM's own method when it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from trace_megatron.weight_sync.landings import Arrival, Landing, LoadWatch, Place, Region
+
+_METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+"""Of layers whose weights are used as they are loaded, or packed by nothing but their method."""
+
+_NUM_PROBES = 3
+"""Rows by which a packed copy is compared with another."""
+
+
+class Rehearsal:
+    """Beside vLLM's loader, puts the same tensors together by copies and compares, layer by layer, bit by bit."""
+
+    def __init__(self, watch: LoadWatch):
+        self._watch = watch
+        self._layers: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
+
+    def repeat(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """After vLLM loaded ``tensors``; compares the layers that are complete with them."""
+        if self._watch.obstacle:
+            self._layers.clear()
+            return
+        for name, tensor in tensors:
+            for landing in self._watch.arrivals[name].landings:
+                place = landing.place
+                copies = self._layers.setdefault(place.layer, {})
+                if place.name not in copies:
+                    copies[place.name] = _like(self._watch.layouts[place])
+                landing.target.within(copies[place.name]).copy_(landing.source.within(tensor))
+        self.compare()
+
+    def compare(self) -> None:
+        """Compare what vLLM has processed; it holds incomplete layers back until its update is finished."""
+        for layer in [layer for layer in self._layers if not get_layerwise_info(layer).can_load()]:
+            for name, copy in self._layers.pop(layer).items():
+                self._compare(Place(layer, name), copy)
+
+    def _compare(self, place: Place, copy: torch.Tensor) -> None:
+        layer, regions = place.layer, self._watch.regions(place)
+        live = getattr(layer, place.name).data
+        if type(getattr(layer, "quant_method", None)) not in _METHODS:
+            self._watch.stop(f"{place} is processed in a way of its own")
+        elif live.shape == copy.shape and live.stride() == copy.stride():
+            if not all(torch.equal(region.within(live).cpu(), region.within(copy)) for region in regions):
+                self._watch.stop(f"the engine does not keep {place} as it was loaded")
+        elif place.name != "weight" or not hasattr(layer, "cpu_linear"):
+            self._watch.stop(f"the engine keeps {place} in a way of its own")
+        elif sum(region.num_elements for region in regions) != copy.numel():
+            self._watch.stop(f"parts of {place} are not loaded")
+        else:
+            probe = torch.randn(_NUM_PROBES, copy.shape[1], generator=torch.Generator().manual_seed(0)).to(copy.dtype)
+            of_vllm = layer.cpu_linear
+            expected = of_vllm(probe, layer.weight, None)
+            pack(layer, copy)
+            if not torch.equal(layer.cpu_linear(probe, layer.weight, None), expected):
+                layer.cpu_linear = of_vllm
+                self._watch.stop(f"{place}, put together by copies, is not what vLLM made of it")
+
+
+@dataclass(slots=True)
+class _Layer:
+    """What of a layer is loaded, and how much of it has arrived."""
+
+    module: torch.nn.Module
+    layout: torch.Tensor | None = None
+    """Of its weight, where the engine keeps a packed copy alone."""
+    num_elements: int = 0
+    num_arrived: int = 0
+    pieces: list[tuple[Region, torch.Tensor]] = field(default_factory=list)
+    """Of the weight to be packed, where they arrived."""
+    weight: torch.Tensor | None = None
+    """The same, where pieces that arrived earlier were put."""
+
+    def land(self, landing: Landing, tensor: torch.Tensor) -> None:
+        """Write a part of ``tensor``, or keep it until the weight is complete, and pack that."""
+        source = landing.source.within(tensor)
+        self.num_arrived += landing.target.num_elements
+        if landing.place.name != "weight" or self.layout is None:
+            landing.target.within(getattr(self.module, landing.place.name).data).copy_(source)
+        else:
+            self.pieces.append((landing.target, source))
+        if self.layout is not None and self.num_arrived == self.num_elements:
+            pack(self.module, self._as_one() if self.weight is None else self._put_together())
+            self.give_up()
+
+    def put_down(self) -> None:
+        """Copy the pieces, whose memory goes."""
+        if self.pieces:
+            self._put_together()
+
+    def give_up(self) -> None:
+        """Forget what was kept."""
+        self.pieces, self.weight = [], None
+
+    def _put_together(self) -> torch.Tensor:
+        if self.weight is None:
+            self.weight = _like(self.layout)
+        for region, piece in self.pieces:
+            region.within(self.weight).copy_(piece)
+        self.pieces = []
+        return self.weight
+
+    def _as_one(self) -> torch.Tensor:
+        """The weight, uncopied where its pieces lie one behind the other as they do in it."""
+        (_, first), *_ = pieces = sorted(self.pieces, key=lambda entry: entry[0].offset)
+        if all(
+            piece.is_contiguous()
+            and region.strides == piece.stride()
+            and piece.storage_offset() - first.storage_offset() == region.offset
+            for region, piece in pieces
+        ):
+            return first.as_strided(self.layout.size(), self.layout.stride(), first.storage_offset())
+        return self._put_together()
+
+
+class DirectLoading:
+    """Repeats what ``watch`` saw vLLM's loader do."""
+
+    def __init__(self, model: torch.nn.Module, model_config: ModelConfig, watch: LoadWatch):
+        self._model_config = model_config
+        self._arrivals: dict[str, Arrival] = watch.arrivals
+        self._layers: dict[torch.nn.Module, _Layer] = {}
+        self._names = {module: name for name, module in model.named_modules()}
+        for place, layout in watch.layouts.items():
+            layer = self._layers.setdefault(place.layer, _Layer(place.layer))
+            layer.num_elements += sum(region.num_elements for region in watch.regions(place))
+            if getattr(place.layer, place.name).shape != layout.shape:
+                layer.layout = layout
+        self._attention = [module for module in model.modules() if is_deferred_attention_layer(module)]
+        for module in self._layers:
+            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+                # vLLM packs embeddings as if they were heads. The copy would be stale: nobody must find it.
+                module.__dict__.pop("cpu_linear", None)
+
+    def start(self) -> None:
+        """Expect every tensor."""
+        for layer in self._layers.values():
+            layer.num_arrived = 0
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy them where they belong. Raises ValueError with the name of one that was not there the last time."""
+        for name, tensor in tensors:
+            arrival = self._arrivals.get(name)
+            if arrival is None or arrival.shape != tensor.shape or arrival.dtype != tensor.dtype:
+                expected = f"{arrival.dtype} of shape {arrival.shape}" if arrival else "none of this name"
+                raise ValueError(
+                    f"the engine's model expected {expected}, found '{name}', {tensor.dtype} of shape "
+                    f"{tuple(tensor.shape)}"
+                )
+            for landing in arrival.landings:
+                self._layers[landing.place.layer].land(landing, tensor)
+        for layer in self._layers.values():
+            layer.put_down()
+
+    def unfilled(self) -> list[str]:
+        """Layers of which something has not arrived."""
+        return [self._names[layer.module] for layer in self._layers.values() if layer.num_arrived < layer.num_elements]
+
+    def finish(self) -> None:
+        """As vLLM's reload does at the end."""
+        for module in self._attention:
+            module.process_weights_after_loading(self._model_config.dtype)
+
+    def give_up(self) -> None:
+        """Free what was put together."""
+        for layer in self._layers.values():
+            layer.give_up()
+
+
+def pack(layer: torch.nn.Module, weight: torch.Tensor) -> None:
+    """Have vLLM pack ``weight`` for ``layer``, which keeps its own (empty) parameter."""
+    held = layer.weight
+    try:
+        layer.register_parameter("weight", torch.nn.Parameter(weight, requires_grad=False))
+        layer.quant_method.process_weights_after_loading(layer)
+    finally:
+        layer.register_parameter("weight", held)
+
+
+def _like(layout: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(layout.size(), layout.stride(), dtype=layout.dtype, device="cpu")
