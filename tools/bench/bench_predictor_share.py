@@ -1,9 +1,9 @@
 """What the predictor costs beside a policy update, at the paper's size ratio: measured small, predicted at full size.
 
-    python tools/bench/bench_predictor_share.py [--shape qa] [--trees 2] [--dtype bfloat16] [--threads 1]
+    python tools/bench/bench_predictor_share.py [--shape qa] [--trees 2] [--width 512] [--dtype bfloat16] [--threads 1]
     python tools/bench/bench_predictor_share.py --predict CONFIGS   # a folder with Qwen3-0.6B.json, -8B.json, -14B.json
 
-Measured: a random 512-wide policy of 12 layers and a random 256-wide predictor of 3, whose layers have a sixteenth of
+Measured: a random policy of 12 layers and a random predictor of 3 of half its width, whose layers have a sixteenth of
 the policy's weights (Qwen3-0.6B beside Qwen3-8B: 15.8). A step is that of bench_packing.py's trees: twice as many
 prompts as trees are scored, then the prefixes of every bare rollout; then policy and predictor are trained (2 epochs,
 prefixes 6 %). Rollouts are counted as one forward pass of the policy over the packs: generating costs more. Processor
@@ -47,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="qa", choices=list(SHAPES))
     parser.add_argument("--trees", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512, help="the policy's, a multiple of 256")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
@@ -71,8 +72,8 @@ def measure(arguments: argparse.Namespace) -> None:
     packs = [[pack_trees([each], [np.ones(shape) / arguments.trees]) for each in trees]]
     with tempfile.TemporaryDirectory() as folder:
         policy_folder, predictor_folder = Path(folder, "policy"), Path(folder, "predictor")
-        write_model(policy_folder, width=512, layers=12)
-        write_model(predictor_folder, width=256, layers=3)
+        write_model(policy_folder, arguments.width, layers=12)
+        write_model(predictor_folder, arguments.width // 2, layers=3)
         value_model = load_value_model(str(predictor_folder), num_layers=0, dtype=arguments.dtype)
         predictor = NeuralPredictor(value_model, PredictorConfig(kind="model", dtype=arguments.dtype), seed=0)
         policy = Policy(PolicyConfig(str(policy_folder), arguments.dtype), OptimizerConfig(), LossConfig())
@@ -98,6 +99,7 @@ def measure(arguments: argparse.Namespace) -> None:
     total = sum(seconds.values())
     packed = sum(batch.num_tokens for batch in packs[0])
     print(f"{arguments.shape}, {arguments.trees} trees, {packed} packed tokens, {arguments.dtype}")
+    print(f"widths {arguments.width} (policy) and {arguments.width // 2} (predictor)")
     for name, value in seconds.items():
         print(f"{name:32s} {value:7.3f} CPU s  {100 * value / total:5.1f} %")
     print(f"{'predictor':32s} {100 * (seconds['scoring'] + seconds['predictor update']) / total:23.1f} %")
