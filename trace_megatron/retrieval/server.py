@@ -12,11 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import select
-import signal
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +21,7 @@ from aiohttp import web
 
 from trace_megatron.errors import UserError
 from trace_megatron.retrieval.index import Hit, Index
+from trace_megatron.serving import end_with, serve
 
 DEFAULT_PORT = 8765
 MAX_QUERIES, MAX_K, MAX_QUERY_CHARS = 1024, 100, 4096
@@ -97,40 +94,6 @@ def _parse(body: Any) -> tuple[list[str], int]:
     return [query[:MAX_QUERY_CHARS] for query in queries], k
 
 
-async def serve(index: Index, host: str, port: int) -> None:
-    """Serve until SIGTERM or SIGINT; the first line on stdout says where."""
-    runner = web.AppRunner(build_app(index), access_log=None)
-    await runner.setup()
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    try:
-        site = web.TCPSite(runner, host, port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise UserError(f"expected a free port, found {host}:{port} taken or refused: {error.strerror}") from error
-        address = runner.addresses[0]
-        print(f"listening on http://{address[0]}:{address[1]}", flush=True)
-        await stop.wait()
-    finally:
-        await runner.cleanup()
-
-
-def _end_with(owner: int) -> None:
-    """End this process when the process ``owner`` has ended, however it ended."""
-    try:
-        handle = os.pidfd_open(owner)
-    except ProcessLookupError:
-        os._exit(1)
-
-    def watch() -> None:
-        select.select([handle], [], [])  # readable once it has ended
-        os._exit(1)
-
-    threading.Thread(target=watch, name="owner", daemon=True).start()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--index", required=True, help="a folder that tools/build_index.py made")
@@ -139,9 +102,9 @@ def main() -> int:
     parser.add_argument("--owner", type=int, default=0, help="process id; the server ends with it")
     arguments = parser.parse_args()
     if arguments.owner:
-        _end_with(arguments.owner)
+        end_with(arguments.owner)
     try:
-        asyncio.run(serve(Index(arguments.index), arguments.host, arguments.port))
+        asyncio.run(serve(build_app(Index(arguments.index)), arguments.host, arguments.port))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
