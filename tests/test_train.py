@@ -125,6 +125,9 @@ def test_any_of_a_runs_weights_can_be_evaluated(runs, tmp_path):
         (["validation.prompts=0"], ["validation.prompts", "0"]),
         (["engine.urls=[localhost:8000]"], ["engine.urls", "'localhost:8000'", "http://HOST:PORT"]),
         (["engine.urls=[http://a:1, http://a:1]"], ["engine.urls", "once each"]),
+        (["engine.urls=[http://127.0.0.1:1]"], ["engine.urls", "http://127.0.0.1:1", "refused"]),
+        (["env.urls=[localhost]"], ["env.urls", "'localhost'", "http://HOST:PORT"]),
+        (["env.urls=[http://127.0.0.1:1]"], ["env.urls", "http://127.0.0.1:1", "refused", "serve-env"]),
         (["engine.timeout_s=0"], ["engine.timeout_s", "above 0"]),
         (["rollout.max_staleness=1"], ["rollout.max_staleness", "decoupled", "bypass"]),
         (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.client
 import re
+import urllib.request
 from pathlib import Path
 
 import torch
@@ -15,12 +17,15 @@ from trace_megatron.policy.hf_config import read_hf_config
 from trace_megatron.policy.layout import check_parallel
 from trace_megatron.policy.offload import check_offload
 
+_ANSWER_S = 30.0
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # aiohttp, which calls them later, asks none
+
 
 def check_config(config: Config) -> None:
     """Raise UserError for settings that cannot work together or whose files are not there."""
     check_engine(config)
-    if not len(build_environment(config.env).tasks("train")):
-        raise UserError("expected tasks to train on, found an empty data set: check env.params")
+    if not config.env.urls:
+        _check_tasks(config)
     check_parallel(read_hf_config(config.policy.model), config.policy)
     check_offload(config)
     rollout, loss = config.rollout, config.loss
@@ -49,6 +54,26 @@ def check_config(config: Config) -> None:
         )
     if config.predictor.kind == "model" and not (Path(config.predictor.model) / "config.json").is_file():
         raise UserError(f"expected a Hugging Face folder at predictor.model, found none at '{config.predictor.model}'")
+
+
+def check_servers(config: Config) -> None:
+    """Raise UserError for a server that is not there, or is another's. For the process that drives the run."""
+    for url in config.engine.urls:
+        try:
+            with _opener.open(f"{url.rstrip('/')}/health", timeout=_ANSWER_S):
+                pass
+        except (OSError, http.client.HTTPException) as error:
+            raise UserError(
+                f"expected a vllm server of engine.urls at {url}, found none that answers: {error}; start it there "
+                "(docs/engines.md), or take it out of engine.urls"
+            ) from error
+    if config.env.urls:
+        _check_tasks(config)
+
+
+def _check_tasks(config: Config) -> None:
+    if not len(build_environment(config.env).tasks("train")):
+        raise UserError("expected tasks to train on, found an empty data set: check env.params")
 
 
 def _check_overlap(config: Config) -> None:
@@ -94,11 +119,12 @@ def check_engine(config: Config) -> None:
     for name, count in counts.items():
         if count < 1:
             raise UserError(f"expected {name} of at least 1, found {count}")
-    for url in config.engine.urls:
-        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
-            raise UserError(f"expected addresses like http://HOST:PORT in engine.urls, found '{url}'")
-    if len(set(config.engine.urls)) < len(config.engine.urls):
-        raise UserError(f"expected servers once each in engine.urls, found {', '.join(config.engine.urls)}")
+    for option, urls in (("engine.urls", config.engine.urls), ("env.urls", config.env.urls)):
+        for url in urls:
+            if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+                raise UserError(f"expected addresses like http://HOST:PORT in {option}, found '{url}'")
+        if len(set(urls)) < len(urls):
+            raise UserError(f"expected servers once each in {option}, found {', '.join(urls)}")
     if config.engine.timeout_s <= 0:
         raise UserError(f"expected engine.timeout_s above 0, found {config.engine.timeout_s}: 1800 is half an hour")
     if validation.temperature <= 0:

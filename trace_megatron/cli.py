@@ -45,10 +45,11 @@ def train(
         if prepares:
             say(f"nothing to resume: the run at '{folder.root}' has all its {resolved.run.steps} steps")
         return
-    from trace_megatron.checks import check_config
+    from trace_megatron.checks import check_config, check_servers
 
     check_config(resolved)
     if prepares:
+        check_servers(resolved)
         folder.prepare(resolved, resume)
     if is_rank:
         from trace_megatron.train import run_rank
@@ -68,6 +69,7 @@ def launch(
     nodes: Annotated[int, typer.Option(help="Nodes; they share the trainer ranks evenly.")] = 1,
     gpus: Annotated[int | None, typer.Option(help="GPUs of a node, 0: none.  [default: one a rank]")] = None,
     server_nodes: Annotated[int, typer.Option(help="Further nodes, on which vLLM servers sample.")] = 0,
+    env_servers: Annotated[int, typer.Option(help="Environment servers on each of the nodes.")] = 0,
     container: Annotated[str, typer.Option(help="Container image (Slurm's pyxis).")] = "",
     mounts: Annotated[str, typer.Option(help="SOURCE:TARGET,... for the container, beside --workdir.")] = "",
     time: Annotated[str, typer.Option(help="Time limit of a job, HH:MM:SS.")] = "04:00:00",
@@ -104,8 +106,26 @@ def launch(
         chain=chain,
         resume=resume,
         server_nodes=server_nodes,
+        env_servers=env_servers,
     )
     sys.exit(launch_job(request, load_config(config, overrides or []), follow=follow, only_print=dry_run))
+
+
+@app.command("serve-env")
+def serve_env(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen at; one of a network needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free one.")] = 8500,
+    owner: Annotated[int, typer.Option(help="Process id with which the server ends.", show_default=False)] = 0,
+) -> None:
+    """Serve the configuration's environment to runs on other hosts, which name it in env.urls."""
+    from trace_megatron.envs.server import serve_environment
+    from trace_megatron.serving import end_with
+
+    if owner:
+        end_with(owner)
+    serve_environment(load_config(config, overrides or []).env, host, port)
 
 
 @app.command("eval")

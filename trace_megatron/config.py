@@ -18,6 +18,9 @@ import yaml
 
 from trace_megatron.errors import UserError
 
+ENV_TOKEN = "TRACE_ENV_TOKEN"
+"""Environment variable with what the servers of ``env.urls`` ask for; no option, since configurations are kept."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
@@ -193,6 +196,8 @@ class EnvConfig:
     """Calls to the environment that may run at once; 0: its own limit, if it has one."""
     timeout_s: float = 120.0
     """Of one call, without the wait for its turn; a call that takes longer fails its rollout."""
+    urls: tuple[str, ...] = ()
+    """Servers (``trace-megatron serve-env``) that play the environment's part on other hosts; empty: this process."""
 
 
 @dataclass(frozen=True, slots=True)

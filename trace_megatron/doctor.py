@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from trace_megatron.checks import check_config
+from trace_megatron.checks import check_config, check_servers
 from trace_megatron.config import Config
 from trace_megatron.errors import UserError
 from trace_megatron.ops import native
@@ -155,6 +155,7 @@ def _sandbox() -> Finding:
 def _configuration(config: Config) -> Finding:
     try:
         check_config(config)
+        check_servers(config)
     except UserError as error:
         return Finding(Verdict.WRONG, "configuration", str(error))
     return Finding(

@@ -41,12 +41,12 @@ def read_step(folder: Path, step: int = 0) -> list[RolloutTree]:
 
 def as_prompt(values: dict[str, Any]) -> Prompt:
     """The prompt whose ``dataclasses.asdict`` these JSON values were."""
-    task = values["task"]
-    return Prompt(
-        prompt_id=values["prompt_id"],
-        task=Task(task["task_id"], tuple(task["messages"]), task["payload"], tuple(task.get("tools", ()))),
-        token_ids=tuple(values["token_ids"]),
-    )
+    return Prompt(values["prompt_id"], as_task(values["task"]), tuple(values["token_ids"]))
+
+
+def as_task(values: dict[str, Any]) -> Task:
+    """The task whose ``dataclasses.asdict`` these JSON values were."""
+    return Task(values["task_id"], tuple(values["messages"]), values["payload"], tuple(values.get("tools", ())))
 
 
 def _tree(values: dict[str, Any]) -> RolloutTree:

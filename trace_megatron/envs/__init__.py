@@ -7,11 +7,12 @@ name is the environment's, its object is called with ``env.params``.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any
 
-from trace_megatron.config import EnvConfig
+from trace_megatron.config import ENV_TOKEN, EnvConfig
 from trace_megatron.envs.limits import LimitedEnvironment
 from trace_megatron.errors import UserError
 from trace_megatron.rollout.env import Environment
@@ -59,12 +60,19 @@ _BUILDERS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
 
 
 def build_environment(config: EnvConfig) -> Environment:
-    """The environment that ``config`` names, within its limits; raises UserError for unknown names and parameters."""
+    """The environment that ``config`` names, within its limits, or a client of the servers that have it.
+
+    Raises UserError for unknown names and parameters; servers are not asked yet.
+    """
     if config.timeout_s <= 0 or config.max_concurrency < 0:
         raise UserError(
             f"expected env.timeout_s above 0 and env.max_concurrency of at least 0 (0: no limit), found "
             f"{config.timeout_s:g} and {config.max_concurrency}"
         )
+    if config.urls:
+        from trace_megatron.envs.remote import RemoteEnvironment
+
+        return RemoteEnvironment(config, os.environ.get(ENV_TOKEN, ""))
     environment = _build(config)
     own_limit = getattr(environment, "max_concurrency", 0)
     return LimitedEnvironment(environment, config.max_concurrency or own_limit, config.timeout_s)

@@ -24,7 +24,7 @@ class LimitedEnvironment:
         """``max_concurrency``: 0 for no limit."""
         self.unlimited = environment
         self._timeout_s = timeout_s
-        self._max_concurrency = max_concurrency
+        self.max_concurrency = max_concurrency
         self._turns: asyncio.Semaphore | None = None
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -41,8 +41,8 @@ class LimitedEnvironment:
 
     async def _limited(self, call: Any, *arguments: Any) -> Any:
         async with AsyncExitStack() as stack:
-            if self._max_concurrency:
-                self._turns = self._turns or asyncio.Semaphore(self._max_concurrency)
+            if self.max_concurrency:
+                self._turns = self._turns or asyncio.Semaphore(self.max_concurrency)
                 await stack.enter_async_context(self._turns)
             return await _within(call(*arguments), self._timeout_s)
 

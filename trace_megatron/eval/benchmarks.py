@@ -164,7 +164,9 @@ def _environment(name: str, config: Config, own: Mapping[str, Any]) -> EnvConfig
             "use a configuration like configs/hotpotqa.yaml"
         )
     base = config.env if config.env.name == name else EnvConfig(name)
-    return _with_examples(replace(base, name=name, params={**params, **own}), config)
+    return _with_examples(
+        replace(base, name=name, params={**params, **own}, urls=()), config
+    )  # servers have the run's tasks
 
 
 def _with_examples(env: EnvConfig, config: Config) -> EnvConfig:

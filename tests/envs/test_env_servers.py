@@ -1,0 +1,406 @@
+"""Environments on servers: what a run gets is what the environment here would give it, and what goes wrong is said."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+import signal
+import subprocess
+import sys
+import urllib.request
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+
+import numpy as np
+import psutil
+import pytest
+from aiohttp import web
+from scripted_engine import ScriptedEngine, build_renderer
+
+from trace_megatron.algorithm.selectors import build_selector
+from trace_megatron.algorithm.tree import num_units, prefix_anchors
+from trace_megatron.config import ENV_TOKEN, BudgetConfig, EnvConfig, MethodConfig, RolloutConfig
+from trace_megatron.envs import build_environment, connection, remote
+from trace_megatron.envs.connection import EnvironmentServerError, ServerLost
+from trace_megatron.envs.limits import LimitedEnvironment
+from trace_megatron.envs.remote import RemoteEnvironment
+from trace_megatron.envs.server import build_app, serve_environment
+from trace_megatron.errors import UserError
+from trace_megatron.rollout.collector import Collector
+from trace_megatron.rollout.env import Transition
+from trace_megatron.types import Prompt, RolloutStatus, Task
+
+CONFIG = EnvConfig("calculator", {"max_operations": 3, "size": 500})
+TASK = Task("t", (), {"answer": 20})
+COUNTS = [2, 3, 2, 1, 3, 3]
+
+
+@asynccontextmanager
+async def serving(config=CONFIG, *, environment=None, port=0, **settings):
+    """The URL of a server in this event loop."""
+    app = build_app(environment or build_environment(config), config, **settings)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.01)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def client(*urls, config=CONFIG, token=""):
+    environment = RemoteEnvironment(replace(config, urls=urls), token)
+    try:
+        yield environment
+    finally:
+        await environment.close()
+
+
+async def tasks_of(environment, split="train"):
+    """Asked for in a thread, as a run does: the servers' loop is this one."""
+    return await asyncio.to_thread(environment.tasks, split)
+
+
+async def num_states(url) -> int:
+    return (await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(f"{url}/health"))))["num_states"]
+
+
+async def eventually(condition, limit_s=5.0):
+    async with asyncio.timeout(limit_s):
+        while not await condition():
+            await asyncio.sleep(0.02)
+
+
+def test_tasks_and_transitions_are_those_of_the_environment_here():
+    async def play(environment, task):
+        """What every action answers, where a state is left twice."""
+        start = await environment.reset(task)
+        first = await environment.step(start, "2+3")
+        fork, other = await environment.step(first.state, "7*6"), await environment.step(first.state, "what")
+        ends = [await environment.step(at.state, "=20") for at in (fork, other, first)]
+        transitions = [first, fork, other, await environment.step(start, "=1"), *ends]
+        return [(it.observation, it.reward, it.done, it.info) for it in transitions]
+
+    async def run():
+        here = build_environment(CONFIG)
+        async with serving() as one, serving(replace(CONFIG, max_concurrency=4)) as two, client(one, two) as there:
+            for split in ("train", "validation"):
+                ours, theirs = here.tasks(split), await tasks_of(there, split)
+                assert len(ours) == len(theirs) == 500
+                for number in (0, 1, 250, 499):
+                    assert await asyncio.to_thread(theirs.__getitem__, number) == ours[number]
+                with pytest.raises(IndexError):
+                    theirs[500]
+            for number in range(4):
+                assert await play(there, ours[number]) == await play(here, ours[number])
+            assert there.max_concurrency == 0  # one of them has no limit
+            with pytest.raises(UserError, match="expected a split of train, validation, found 'test'"):
+                await tasks_of(there, "test")
+
+    asyncio.run(run())
+
+
+def test_the_sum_of_limits_and_the_share_of_episodes():
+    async def run():
+        small, large = (replace(CONFIG, max_concurrency=count) for count in (2, 6))
+        async with serving(small) as one, serving(large) as two, client(one, two) as there:
+            await tasks_of(there)
+            states = await asyncio.gather(*(there.reset(TASK) for _ in range(32)))
+            assert there.max_concurrency == 8
+            return [await num_states(url) for url in (one, two)], len(states)
+
+    (few, many), total = asyncio.run(run())
+    assert few + many == total and abs(many - 24) <= 1  # by what each does at once
+
+
+def test_states_are_dropped_when_nobody_refers_to_them_and_are_bounded():
+    async def run():
+        async with serving(max_states=3) as url, client(url) as there:
+            states = [await there.reset(TASK) for _ in range(3)]
+            with pytest.raises(EnvironmentServerError, match="expected at most 3 states at a time"):
+                await there.step(states[0], "1+1")
+            assert await num_states(url) == 3
+            del states[1:]
+            gc.collect()
+            await there.reset(TASK)  # it names those that are free, and so has room
+            assert await num_states(url) <= 2
+            await there.close()
+            assert await num_states(url) == 0
+
+    asyncio.run(run())
+
+
+def test_states_of_a_run_that_is_gone_expire(monkeypatch):
+    async def run(lease_s, period_s):
+        monkeypatch.setattr(connection, "KEEP_PERIOD_S", period_s)
+        async with serving(lease_s=lease_s) as url, client(url) as there:
+            state = await there.reset(TASK)
+            await asyncio.sleep(1.5 * lease_s)
+            return (await there.step(state, "=20")).reward
+
+    assert asyncio.run(run(lease_s=0.5, period_s=0.02)) == 1.0  # signs of life
+    with pytest.raises(EnvironmentServerError, match=r"expected a state that is held, found .* not heard of for 0.1 s"):
+        asyncio.run(run(lease_s=0.1, period_s=60))
+
+
+class Moody:
+    """Its actions say how it fails."""
+
+    cancelled = 0
+
+    def tasks(self, split):
+        return [TASK]
+
+    async def reset(self, task):
+        return "start"
+
+    async def step(self, state, action):
+        try:
+            await asyncio.sleep(60 if action == "hang" else 0)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if action == "raise":
+            raise KeyError("server")
+        return Transition(state, (), 0.0, False, {"info": object() if action == "odd" else 1})
+
+    async def close(self):
+        pass
+
+
+def test_failures_of_the_environment_are_told_and_an_abandoned_call_ends():
+    async def run():
+        moody = Moody()
+        async with serving(environment=LimitedEnvironment(moody, 0, 0.1)) as url, client(url) as there:
+            state = await there.reset(TASK)
+            for action, words in (("raise", "KeyError: 'server'"), ("odd", "object"), ("hang", "env.timeout_s=0.1")):
+                with pytest.raises(EnvironmentServerError, match=words):
+                    await there.step(state, action)
+        async with serving(environment=LimitedEnvironment(moody, 0, 60)) as url, client(url) as there:
+            state = await there.reset(TASK)
+            hanging = asyncio.create_task(there.step(state, "hang"))
+
+            async def begun():
+                return await num_states(url) == 2  # with the place of the one to come
+
+            async def ended():
+                return await num_states(url) == 1 and moody.cancelled == 2
+
+            await eventually(begun)
+            hanging.cancel()
+            await eventually(ended)
+            return (await there.step(state, "go on")).info
+
+    assert asyncio.run(run()) == {"info": 1}
+
+
+def test_what_does_not_fit_is_one_sentence(monkeypatch):
+    async def refusal(*urls, **more):
+        async with client(*urls, **more) as there:
+            with pytest.raises(UserError) as error:
+                await tasks_of(there)
+            assert "\n" not in str(error.value)
+            return str(error.value)
+
+    async def run():
+        other = replace(CONFIG, params={"max_operations": 4, "size": 500})
+        async with serving(token="secret") as url, serving() as open_url, serving(other) as other_url:
+            assert f"{ENV_TOKEN}), found another" in await refusal(url, token="guess")
+            assert f"{ENV_TOKEN}), found another" in await refusal(url)
+            assert "env.params.max_operations is 4 there and 3 here" in await refusal(open_url, other_url)
+            assert "env.name is calculator there and bfcl here" in await refusal(
+                url, config=EnvConfig("bfcl"), token="secret"
+            )
+            async with serving(environment=LimitedEnvironment(Moody(), 0, 1.0)) as fewer:
+                assert "same tasks in the split 'train' from all of env.urls, found 500" in await refusal(
+                    open_url, fewer
+                )
+        gone = await refusal(open_url)
+        assert open_url in gone and "trace-megatron serve-env" in gone and "cannot be reached" in gone
+
+    asyncio.run(run())
+    monkeypatch.delenv(ENV_TOKEN, raising=False)
+    with pytest.raises(UserError, match=f"expected a token in {ENV_TOKEN} with --host 0.0.0.0, found none"):
+        serve_environment(CONFIG, "0.0.0.0", 0)
+
+
+def test_a_lost_server_is_left_out_until_it_is_back(monkeypatch, capfd):
+    monkeypatch.setattr(remote, "LOST_S", 0.3)
+    monkeypatch.setattr(connection, "_FIRST_PAUSE_S", 0.05)
+
+    async def homes(there, count=6):
+        states = await asyncio.gather(*(there.reset(TASK) for _ in range(count)))
+        return [state.server.url for state in states], states
+
+    async def run():
+        async with AsyncExitStack() as first, AsyncExitStack() as second:
+            one = await first.enter_async_context(serving())
+            two = await second.enter_async_context(serving())
+            there = await first.enter_async_context(client(one, two))
+            tasks = await tasks_of(there)
+            at, states = await homes(there)
+            assert at == [one, two] * 3
+            await second.aclose()
+            with pytest.raises(ServerLost, match=f"{two} is lost: it cannot be reached"):
+                await there.step(states[1], "1+1")
+            assert (await there.step(states[0], "=20")).done
+            assert (await homes(there))[0] == [one] * 6  # a reset that meets a lost server goes to another
+
+            await second.enter_async_context(serving(port=int(two.rpartition(":")[2])))
+            await eventually(lambda: is_alive(states[1].server))
+            with pytest.raises(EnvironmentServerError, match="expected a state that is held"):
+                await there.step(states[1], "1+1")
+            assert (await homes(there))[0].count(two) == 3
+
+            await second.aclose()
+            (other,) = (server for server in there._servers if server.url == one)
+            other._lose("by this test")
+            monkeypatch.setattr(connection, "_LAST_PAUSE_S", 60)
+            monkeypatch.setattr(connection.Connection, "connect", never)
+            with pytest.raises(EnvironmentServerError, match=r"found none for 0.3 s \(.*by this test; .*\): start"):
+                await there.reset(TASK)
+            monkeypatch.undo()
+            await asyncio.to_thread(tasks.__getitem__, 3)  # one of them does answer
+
+    async def is_alive(server):
+        return server.alive
+
+    async def never(self):
+        return False
+
+    asyncio.run(run())
+    said = capfd.readouterr().err
+    assert said.count("is lost: it cannot be reached") == 2 and said.count("is back") == 1
+
+
+def test_a_server_that_is_silent_is_lost_with_its_calls(monkeypatch):
+    monkeypatch.setattr(connection, "KEEP_PERIOD_S", 0.05)
+    monkeypatch.setattr(connection, "SILENCE_S", 0.5)
+
+    async def hang(request):
+        await asyncio.sleep(60)
+
+    async def answer(request):
+        return web.json_response({"name": CONFIG.name, "params": CONFIG.params, "max_concurrency": 0})
+
+    async def run():
+        app = web.Application()
+        routes = [web.get("/environment", answer), web.post("/reset", answer), web.post("/{rest}", hang)]
+        app.add_routes(routes)
+        runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with client(f"http://127.0.0.1:{runner.addresses[0][1]}") as there:
+            state = await there.reset(TASK)
+            with pytest.raises(ServerLost, match="is lost"):
+                await there.step(state, "1+1")
+            there._servers[0]._gone = None  # it has nothing to be told at the end
+        await runner.cleanup()
+
+    asyncio.run(run())
+
+
+@contextmanager
+def server_processes(folder, config: EnvConfig, count: int):
+    """URLs and processes of `trace-megatron serve-env`."""
+    path = folder / "env.yaml"
+    path.write_text(json.dumps({"env": {"name": config.name, "params": dict(config.params)}}))
+    command = [sys.executable, "-m", "trace_megatron.cli", "serve-env", "-c", str(path), "--port", "0"]
+    with ExitStack() as stack:
+        servers = []
+        for _ in range(count):
+            servers.append(stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
+            stack.callback(servers[-1].kill)
+        yield [server.stdout.readline().strip().removeprefix("listening on ") for server in servers], servers
+
+
+def collect(environment, engine=None, progress=None, **rollout):
+    """Trees of one step over an environment: the engine's actions follow from the histories."""
+    renderer = build_renderer()
+    config = RolloutConfig(max_turns=4, max_new_tokens=8, max_response_tokens=400, max_prompt_tokens=100, **rollout)
+    budget = BudgetConfig(candidates=6, rollouts=14, continuations=2)
+    selector = build_selector(MethodConfig(selector="trace"), budget)
+
+    def score(trees):
+        return [np.full(len(prefix_anchors(tree)), 0.5) for tree in trees]
+
+    async def run():
+        tasks = await tasks_of(environment)
+        tasks = [await asyncio.to_thread(tasks.__getitem__, number) for number in range(6)]
+        prompts = [Prompt(task.task_id, task, renderer.prompt_ids(task.messages)) for task in tasks]
+        collector = Collector(engine or calculating(), environment, renderer, selector, score, config, run_seed=1)
+        try:
+            return await collector.collect(prompts, COUNTS, 1, progress)
+        finally:
+            await environment.close()
+
+    return asyncio.run(run())
+
+
+def calculating() -> ScriptedEngine:
+    """Some answers are right, and some time passes."""
+
+    def action(call) -> str:
+        rng = random.Random(f"{call.token_ids}:{call.seed}")
+        return rng.choice(["1+2", "2-1", "what", f"={rng.randint(0, 3)}"])
+
+    async def wait(number, call) -> None:
+        await asyncio.sleep(0.005)
+
+    return ScriptedEngine(action=action, before=wait)
+
+
+def test_a_step_over_two_server_processes_is_that_of_the_environment_here_and_survives_the_death_of_one(tmp_path):
+    config = EnvConfig("calculator", {"max_operations": 1, "max_number": 2, "size": 20})
+    here = collect(build_environment(config))
+    finished = [rollout for tree in here for rollout in tree.rollouts if rollout.status is RolloutStatus.FINISHED]
+    assert 0 < sum(rollout.reward for rollout in finished) < len(finished)
+    with server_processes(tmp_path, config, 2) as (urls, (first, second)):
+        there = replace(config, urls=tuple(urls))
+        assert collect(build_environment(there)) == here  # every token, reward, anchor and info
+
+        def kill(num_done, num_planned):
+            if num_done == 4:
+                first.kill()
+
+        struck = collect(build_environment(there), progress=kill, max_failed_share=1.0)
+        assert [num_units(tree) for tree in struck] == [num_units(tree) for tree in here]
+        bare = [
+            (after, before)
+            for count, mine, theirs in zip(COUNTS, struck, here, strict=True)
+            for after, before in zip(mine.rollouts[:count], theirs.rollouts[:count], strict=True)
+        ]
+        failed = [after for after, _ in bare if after.status is RolloutStatus.ENV_ERROR]
+        assert 0 < len(failed) < len(bare) and not any(rollout.trained for rollout in failed)
+        assert all(f"{urls[0]} is lost" in rollout.info["error"] for rollout in failed)
+        assert all(after == before for after, before in bare if after not in failed)
+
+        with pytest.raises(UserError, match=f"{urls[0]}.*trace-megatron serve-env, or take it out of env.urls"):
+            collect(build_environment(there))
+        assert collect(build_environment(replace(config, urls=(urls[1],)))) == here
+        second.terminate()
+        assert second.wait(10) == 0
+
+
+def test_no_sandbox_outlives_its_server(bubblewrap, tmp_path):
+    config = EnvConfig("python_tool", {"workers": 1})
+
+    async def use(url):
+        async with client(url, config=config) as there:
+            state = await there.reset(Task("t", (), {"answers": ["6"]}))
+            return (await there.step(state, "```python\nprint(2 * 3)\n```")).observation[0]["content"]
+
+    async def use_all(urls):
+        return await asyncio.gather(*map(use, urls))
+
+    with server_processes(tmp_path, config, 2) as (urls, servers):
+        assert asyncio.run(use_all(urls)) == ["```output\n6\n```"] * 2
+        families = [psutil.Process(server.pid).children(recursive=True) for server in servers]
+        assert all(families)
+        for server, number, code in zip(servers, (signal.SIGTERM, signal.SIGKILL), (0, -signal.SIGKILL), strict=True):
+            server.send_signal(number)
+            assert server.wait(10) == code
+        assert not psutil.wait_procs([process for family in families for process in family], timeout=5)[1]
