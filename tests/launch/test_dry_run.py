@@ -15,8 +15,9 @@ from trace_megatron.config import load_config
 
 GOLDEN = Path(__file__).parent / "golden"
 CASES = [(readme, []) for readme in sorted((ROOT / "examples").glob("*/README.md"))]
-CASES.append((ROOT / "examples" / "qwen3_32b" / "README.md", ["--server-nodes", "4"]))
+CASES.append((ROOT / "examples" / "qwen3_32b" / "README.md", ["--server-nodes", "4", "--env-servers", "2"]))
 CONFIG = re.compile(r"<<'CONFIG'\n(.*?)CONFIG\n", re.DOTALL)
+ENV = re.compile(r"<<'ENV' &\n(.*?)ENV\n", re.DOTALL)
 
 
 def launch_command(readme: Path) -> list[str]:
@@ -50,7 +51,12 @@ def test_golden(launch, readme, more, tmp_path, monkeypatch):
         golden.parent.mkdir(exist_ok=True)
         golden.write_text(result.stdout)
     expected = golden.read_text()
-    assert CONFIG.sub("", result.stdout) == CONFIG.sub("", expected)
+    scripts, expected_scripts = (CONFIG.sub("", ENV.sub("", text)) for text in (result.stdout, expected))
+    assert scripts == expected_scripts
+    for number, section in enumerate(ENV.findall(result.stdout)):
+        path = tmp_path / f"env{number}.yaml"
+        path.write_text(section)
+        assert load_config(path).env == load_config(readme.with_name("config.yaml")).env
     stated = configurations(expected, tmp_path)
     assert configurations(result.stdout, tmp_path) == stated and len(stated) == result.stdout.count("# job ")
     assert stated[0] == load_config(readme.with_name("config.yaml"))

@@ -2,13 +2,14 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 from needed import ROOT
 
-from trace_megatron.config import Config, EngineConfig, PolicyConfig, RunConfig
+from trace_megatron.config import Config, EngineConfig, EnvConfig, PolicyConfig, RunConfig
 from trace_megatron.errors import UserError
 from trace_megatron.launch.job import (
     LaunchRequest,
@@ -63,11 +64,13 @@ def test_ranks_are_shared_out_evenly():
         ({"sbatch": ("=x",)}, ["--sbatch", "NAME=VALUE"]),
         ({"chain": 0}, ["--chain"]),
         ({"server_nodes": -1}, ["--server-nodes"]),
+        ({"env_servers": -1}, ["--env-servers"]),
         ({"executor": "pbs"}, ["--executor", "local", "slurm", "pbs"]),
         ({"executor": "local", "gpus": None}, ["--nodes 1", "--executor slurm"]),
         ({"executor": "local", "nodes": 1, "chain": 2}, ["--chain 1"]),
         ({"executor": "local", "nodes": 1}, ["--account, --partition, --gpus for", "--executor slurm"]),
         ({"executor": "local", "nodes": 1, "server_nodes": 2}, ["--server-nodes"]),
+        ({"executor": "local", "nodes": 1, "env_servers": 1}, ["--env-servers"]),
     ],
 )
 def test_a_mistake_is_one_sentence(changes, words):
@@ -158,6 +161,34 @@ def test_a_server_gets_its_own_gpus():
         servers_per_node(request, dataclasses.replace(CONFIG, engine=EngineConfig(tensor_parallel=0)))
     with pytest.raises(UserError, match=r"no engine\.urls with --server-nodes, found http://a:1"):
         servers_per_node(request, dataclasses.replace(CONFIG, engine=EngineConfig(urls=("http://a:1",))))
+
+
+@pytest.mark.parametrize(("code", "rank", "expected"), [(0, 0, 0), (0, 9, 0), (2, 0, -15), (1, 0, 0)])
+def test_environment_servers_start_once_a_node_and_end_the_job_if_they_refuse_to_start(tmp_path, code, rank, expected):
+    """A Python that notes what is served; a server that ends otherwise (1) is missed by nobody but the run."""
+    fake = tmp_path / "python"
+    fake.write_text(
+        f'#!/bin/bash\ncase "$3" in serve-env) (echo "$@"; cat) >> served-$SLURM_PROCID; exit {code};;\n'
+        f'train) sleep 0.1; echo "$@"; exit;; esac\n[ {code} != 2 ]\n'  # a server that refused never answers
+    )
+    fake.chmod(0o755)
+    request = dataclasses.replace(REQUEST, workdir=str(tmp_path), python=str(fake), env_servers=2)
+    slurm = {"SLURM_PROCID": rank, "SLURM_NTASKS": 16, "SLURM_LOCALID": rank % 8, "SLURM_NTASKS_PER_NODE": 8}
+    slurm |= {"TRAINER_HOSTS": "n0 n1 ", "SLURMD_NODENAME": "n0"}
+    result = subprocess.run(
+        ["bash", "-c", rank_script(request, CONFIG, goes_on=False)],
+        env=os.environ | {name: str(value) for name, value in slurm.items()},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == expected, result.stderr
+    if expected == 0:
+        assert " env.urls=[http://n0:8500,http://n0:8501,http://n1:8500,http://n1:8501]" in result.stdout
+    served = (tmp_path / f"served-{rank}").read_text() if rank % 8 == 0 else ""
+    assert served.count("serve-env -c /dev/stdin --host n0 --port 850") == served.count("name: reasoning_gym")
+    assert len(set(re.findall(r"--port (\d+) --owner \d+", served))) == (2 if rank % 8 == 0 else 0)
+    with pytest.raises(UserError, match=r"no env\.urls with --env-servers, found http://a:1"):
+        check_request(request, dataclasses.replace(CONFIG, env=EnvConfig(urls=("http://a:1",))))
 
 
 def test_engines_that_would_be_colocated_are_not_where_servers_sample():

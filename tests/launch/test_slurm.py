@@ -57,16 +57,20 @@ def test_a_chain_is_cancelled_goes_on_and_has_the_metrics_of_a_direct_run(slurm,
 
 
 def test_trainer_and_servers_as_groups_of_one_job(slurm, launch, policy, tmp_path):
-    """Two ranks on one node, sampling from a `vllm serve` on the other, which gets the weights over TCP."""
+    """Two ranks and their environment server on one node, a `vllm serve` on the other that gets weights over TCP."""
     sections = SECTIONS | {"run": {"steps": 2}, "budget": {"candidates": 2, "rollouts": 4, "continuations": 1}}
     config = write_config(tmp_path, policy, **sections)
     server = ("VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "TORCH_COMPILE_DISABLE=1")
     more = [argument for entry in server for argument in ("--env", entry)]
-    followed = launch(*options(config), *more, "--server-nodes", "1", "--follow", **slurm)
+    followed = launch(*options(config), *more, "--server-nodes", "1", "--env-servers", "1", "--follow", **slurm)
     assert followed.returncode == 0, followed.stdout + followed.stderr
     lines = read_metrics(tmp_path / "run")
     assert len(lines) == 2 and all(line["engines/alive"] == 1 for line in lines)
-    assert re.search(r"urls:\n *- http://[\w.-]+:8000", (tmp_path / "run" / "config.yaml").read_text())
+    assert all(line["rollout/failed_share"] == 0 for line in lines)
+    used = (tmp_path / "run" / "config.yaml").read_text()
+    assert all(re.search(rf"urls:\n *- http://[\w.-]+:{port}\n", used) for port in (8000, 8500))
+    (log,) = (tmp_path / "nemo").glob("experiments/run/*/*/sbatch_*.out")  # Slurm's trace of the batch script
+    assert "export TRACE_ENV_TOKEN=$(od" in log.read_text() and not re.search(r"[0-9a-f]{32}", log.read_text())
 
 
 def test_a_log_is_followed_and_a_failure_is_the_exit_code(slurm, launch, policy, tmp_path):

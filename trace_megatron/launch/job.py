@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trace_megatron.config import Config, dump_config
+import yaml
+
+from trace_megatron.config import ENV_TOKEN, Config, dump_config
 from trace_megatron.errors import UserError
 from trace_megatron.rollout.serve_flags import SERVE_FLAGS
 from trace_megatron.run_folder import RunFolder
@@ -20,7 +22,12 @@ _SLURM_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d\d?(:\d\d){0,2}")
 _SSH = re.compile(r"ssh://((?P<user>[^@/:]+)@)?(?P<host>[^@/:]+)(:(?P<port>\d+))?")
 FIRST_PORT = 8000
 """Of a server node's servers."""
-_SERVERS = '"engine.urls=[${urls#,}]" "sync.address=$MASTER_ADDR" engine.colocated=false'
+FIRST_ENV_PORT = 8500
+"""Of a trainer node's environment servers."""
+TOKEN_LINES = f"""{{ set +x; }} 2> /dev/null  # the token of the environment servers is not for the log
+export {ENV_TOKEN}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
+set -x"""
+"""For the batch script, whose variables all tasks get."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -65,6 +72,8 @@ class LaunchRequest:
     """Let the first job go on, too."""
     server_nodes: int = 0
     """Further nodes on which `vllm serve` samples for the trainer; 0: the run starts its engines itself."""
+    env_servers: int = 0
+    """Environment servers on each trainer node; 0: the environment is in the first rank's process."""
 
     @property
     def address(self) -> SSHAddress | None:
@@ -111,6 +120,13 @@ def check_request(request: LaunchRequest, config: Config) -> None:
     _ = request.address
     tasks_per_node(request, config)
     servers_per_node(request, config)
+    if request.env_servers < 0:
+        raise UserError(f"expected --env-servers of at least 0, found {request.env_servers}")
+    if request.env_servers and config.env.urls:
+        raise UserError(
+            f"expected no env.urls with --env-servers, found {', '.join(config.env.urls)}: the job's own servers take "
+            f"their place, so leave out one of the two"
+        )
 
 
 def _check_local(request: LaunchRequest) -> None:
@@ -123,6 +139,7 @@ def _check_local(request: LaunchRequest) -> None:
         "--partition": request.partition,
         "--gpus": request.gpus is not None,
         "--server-nodes": request.server_nodes,
+        "--env-servers": request.env_servers,
         "--container": request.container,
         "--mounts": request.mounts,
         "--sbatch": request.sbatch,
@@ -219,10 +236,17 @@ def rank_script(request: LaunchRequest, config: Config, *, goes_on: bool) -> str
         '        mv "$run" "$run.before-job-$SLURM_JOB_ID"',
         "    fi",
         "fi",
-        *(_await_servers(request, config) if request.server_nodes else ()),
-        _train(request, config, f"$resume {_SERVERS if request.server_nodes else ''}"),
     ]
-    return "\n".join(lines)
+    options = ["$resume"]
+    if request.env_servers:
+        lines += _start_env_servers(request, config)
+    if request.server_nodes:
+        lines += _await_servers(request, "urls", "$SERVER_HOSTS", FIRST_PORT, servers_per_node(request, config))
+        options += ['"engine.urls=[${urls#,}]" "sync.address=$MASTER_ADDR" engine.colocated=false']
+    if request.env_servers:
+        lines += _await_servers(request, "env_urls", "$TRAINER_HOSTS", FIRST_ENV_PORT, request.env_servers)
+        options += ['"env.urls=[${env_urls#,}]"']
+    return "\n".join([*lines, _train(request, config, " ".join(options))])
 
 
 def local_script(request: LaunchRequest, config: Config) -> str:
@@ -230,21 +254,37 @@ def local_script(request: LaunchRequest, config: Config) -> str:
     return "\n".join([*_opening(request), _train(request, config, "--resume" if request.resume else "")])
 
 
-def _await_servers(request: LaunchRequest, config: Config) -> list[str]:
-    """The servers' addresses as options of `train`; the first rank waits until all answer."""
-    ports = " ".join(str(FIRST_PORT + index) for index in range(servers_per_node(request, config)))
+def _start_env_servers(request: LaunchRequest, config: Config) -> list[str]:
+    """By the first rank of each node, with which they end. One that refuses to start ends the rank, and so the job."""
+    server = f"{shlex.quote(request.python)} -m trace_megatron.cli serve-env -c /dev/stdin"
+    section = yaml.safe_dump({"env": yaml.safe_load(dump_config(config))["env"]}, sort_keys=False)
+    return [
+        f"for port in {_ports(FIRST_ENV_PORT, request.env_servers)}; do",
+        '    [ "$LOCAL_RANK" = 0 ] || continue',
+        f"    {{ {server} --host \"$SLURMD_NODENAME\" --port $port --owner $$ || [ $? != 2 ] || kill $$; }} <<'ENV' &",
+        f"{section}ENV",
+        "done",
+    ]
+
+
+def _await_servers(request: LaunchRequest, name: str, hosts: str, first_port: int, count: int) -> list[str]:
+    """The servers' addresses in the variable ``name``; the first rank waits until all answer."""
     ask = "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)"
     return [
-        "urls=",
-        "for host in $SERVER_HOSTS; do",
-        f"    for port in {ports}; do",
-        '        urls="$urls,http://$host:$port"',
+        f"{name}=",
+        f"for host in {hosts}; do",
+        f"    for port in {_ports(first_port, count)}; do",
+        f'        {name}="${name},http://$host:$port"',
         f"        until [ \"$RANK\" != 0 ] || {shlex.quote(request.python)} -c '{ask}' http://$host:$port/health; do",
-        "            sleep 5",
+        "            sleep 1",
         "        done 2> /dev/null",
         "    done",
         "done",
     ]
+
+
+def _ports(first: int, count: int) -> str:
+    return " ".join(str(first + index) for index in range(count))
 
 
 def _opening(request: LaunchRequest) -> list[str]:

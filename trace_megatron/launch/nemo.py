@@ -26,6 +26,7 @@ from torchx.specs import AppState
 from trace_megatron.config import Config
 from trace_megatron.errors import UserError
 from trace_megatron.launch.job import (
+    TOKEN_LINES,
     LaunchRequest,
     local_script,
     rank_script,
@@ -198,6 +199,10 @@ def _executor(request: LaunchRequest, config: Config) -> run.LocalExecutor | run
     if request.executor == "local":
         return run.LocalExecutor(packager=run.Packager())
     per_node = tasks_per_node(request, config)
+    # Where ranks meet; the port is the job's own, so that two jobs of a node do not meet.
+    variables = {"MASTER_ADDR": "$head_node", "MASTER_PORT": "$((20000 + SLURM_JOB_ID % 10000))"}
+    if request.env_servers:
+        variables["TRAINER_HOSTS"] = _hosts("$SLURM_JOB_NODELIST")
     mounts = [f"{request.workdir}:{request.workdir}", *request.mounts]
     return run.SlurmExecutor(
         account=request.account,
@@ -211,8 +216,8 @@ def _executor(request: LaunchRequest, config: Config) -> run.LocalExecutor | run
         mem="0",  # all of the node's
         container_image=request.container or None,
         container_mounts=mounts if request.container else [],
-        # Where ranks meet; the port is the job's own, so that two jobs of a node do not meet.
-        env_vars={"MASTER_ADDR": "$head_node", "MASTER_PORT": "$((20000 + SLURM_JOB_ID % 10000))"},
+        env_vars=variables,
+        setup_lines=TOKEN_LINES if request.env_servers else None,
         additional_parameters=sbatch_options(request.sbatch),
         dependency_type="afterany",  # a job that ran into its time limit has failed, says Slurm
         tunnel=_tunnel(request),
@@ -223,15 +228,19 @@ def _executor(request: LaunchRequest, config: Config) -> run.LocalExecutor | run
 
 def _server_executor(trainer: run.SlurmExecutor, request: LaunchRequest, config: Config) -> run.SlurmExecutor:
     """The second group of a heterogeneous job; ``trainer``, the first, learns of it."""
-    hosts = '"$(scontrol show hostnames $SLURM_JOB_NODELIST_HET_GROUP_1 | tr "\\n" " ")"'
     trainer.heterogeneous = True
-    trainer.env_vars["SERVER_HOSTS"] = hosts
+    trainer.env_vars["SERVER_HOSTS"] = _hosts("$SLURM_JOB_NODELIST_HET_GROUP_1")
     trainer.wait_time_for_group_job = 0
     trainer.monitor_group_job_wait_time = 5  # when a group ends, the other one is ended
     server = trainer.clone()
     server.nodes = request.server_nodes
     server.ntasks_per_node = servers_per_node(request, config)
     return server
+
+
+def _hosts(node_list: str) -> str:
+    """Bash for a list of nodes, with spaces between."""
+    return f'"$(scontrol show hostnames {node_list} | tr "\\n" " ")"'
 
 
 def _sentence(error: object) -> str:
