@@ -1,7 +1,9 @@
 """What the predictor costs beside a policy update, at the paper's size ratio: measured small, predicted at full size.
 
     python tools/bench/bench_predictor_share.py [--shape qa] [--trees 2] [--width 512] [--dtype bfloat16] [--threads 1]
-    python tools/bench/bench_predictor_share.py --predict CONFIGS   # a folder with Qwen3-0.6B.json, -8B.json, -14B.json
+    python tools/bench/bench_predictor_share.py --predict CONFIGS [--tokenizer FOLDER]
+
+CONFIGS is a folder with Qwen3-0.6B.json, Qwen3-8B.json and Qwen3-14B.json.
 
 Measured: a random policy of 12 layers and a random predictor of 3 of half its width, whose layers have a sixteenth of
 the policy's weights (Qwen3-0.6B beside Qwen3-8B: 15.8). A step is that of bench_packing.py's trees: twice as many
@@ -14,11 +16,13 @@ continuations of s / 2: F(model, tokens) = tokens (2 W + 4 L q c), W weights of 
 c = (p + s) / 2 visible tokens; the policy's head costs 2 V H more for each sampled token. Then
 
     policy update    = 3 (F(policy, p + 8 s) + head(8 s))
-    scoring          = F(predictor, 2 p + 4 s)             every prompt once: prefixes share them
-    predictor update = 3 x epochs x F(predictor, p + 6/94 (p + s / 2))
+    scoring          = F(predictor, 2 a p + 4 s)           every prompt once: prefixes share them
+    predictor update = (3 x epochs + 1) F(predictor, b p + 6/94 (p + s / 2))    1: the scores after it
 
 and shares of a step are these over the policy update, times the policy update's share of a step in the paper: both are
-taken to run at the same share of the peak.
+taken to run at the same share of the peak. a and b are 1, except in the setting that ``--tokenizer`` adds: BFCL's own
+training prompts, whose mean length it takes for p, with the shares of their tokens that are left when prompts that open
+with the same tools are packed: a among 256 candidates, b in mini-batches of 64.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -36,8 +41,25 @@ from bench_packing import NUM_BARE, NUM_CONTINUATIONS, SHAPES, VOCABULARY, build
 
 from trace_megatron.types import Prompt, RolloutTree, Task
 
-SETTINGS = {"multi-hop QA": (2048, 6144, 2), "mathematics": (2048, 14336, 4), "function calling": (12800, 8192, 2)}
-"""Limits of prompt and response, epochs of the predictor: ALGORITHMS section 4 and 5."""
+
+@dataclass(frozen=True)
+class Setting:
+    """Tokens p of a prompt and s of a response, epochs of the predictor; what packing leaves of prompts."""
+
+    prompt: float
+    response: float
+    epochs: int = 2
+    scored: float = 1.0
+    trained: float = 1.0
+
+
+SETTINGS = {
+    "multi-hop QA": Setting(2048 / 2, 6144 / 2),
+    "mathematics": Setting(2048 / 2, 14336 / 2, epochs=4),
+    "function calling": Setting(12800 / 2, 8192 / 2),
+}
+"""Half of the limits of ALGORITHMS section 4."""
+CANDIDATES, MINI_BATCH = 256, 64
 PAPER = {"8B": (0.665, 0.019, 0.013), "14B": (0.754, 0.014, 0.009)}
 """Shares of a step: policy update, predictor scoring, predictor update."""
 PREFIX_SHARE = 0.06
@@ -52,8 +74,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--predict", type=Path, metavar="CONFIGS")
+    parser.add_argument("--tokenizer", help="a folder: predict for BFCL's own prompts too")
     arguments = parser.parse_args()
-    predict(arguments.predict) if arguments.predict else measure(arguments)
+    predict(arguments.predict, arguments.tokenizer) if arguments.predict else measure(arguments)
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -127,7 +150,36 @@ def write_model(folder: Path, width: int, layers: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def predict(folder: Path) -> None:
+def bfcl_setting(tokenizer_folder: str) -> Setting:
+    """Of BFCL's training prompts as the environment and a chat template make them."""
+    from transformers import AutoTokenizer
+
+    from trace_megatron.config import EnvConfig, PredictorConfig
+    from trace_megatron.envs import build_environment
+    from trace_megatron.predictor.pack import history_paths, pack_paths
+    from trace_megatron.rollout.chat import ChatRenderer
+    from trace_megatron.rollout.prompts import PromptSource
+    from trace_megatron.types import ROOT
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    source = PromptSource(build_environment(EnvConfig("bfcl")), ChatRenderer(tokenizer), "train", 0, 12800)
+    prompts = source.next(2 * CANDIDATES)
+
+    def packed_share(group: int) -> float:
+        packed = 0
+        for first in range(0, len(prompts), group):
+            paths = history_paths([(RolloutTree(each, ()), (ROOT,)) for each in prompts[first : first + group]])
+            packed += sum(batch.num_tokens for batch in pack_paths(paths, PredictorConfig().tokens_per_forward))
+        return packed / num_tokens
+
+    num_tokens = sum(len(each.token_ids) for each in prompts)
+    response = SETTINGS["function calling"].response
+    return Setting(
+        num_tokens / len(prompts), response, scored=packed_share(CANDIDATES), trained=packed_share(MINI_BATCH)
+    )
+
+
+def predict(folder: Path, tokenizer_folder: str | None) -> None:
     from trace_megatron.policy.hf_config import HFModelConfig, parse_hf_config
     from trace_megatron.policy.layout import active_layer_weights
 
@@ -139,22 +191,26 @@ def predict(folder: Path) -> None:
         query = hf.num_heads * hf.head_dim
         return tokens * hf.num_layers * (2 * active_layer_weights(hf) + 4 * query * visible)
 
+    settings = dict(SETTINGS)
+    if tokenizer_folder:
+        settings["BFCL's prompts"] = bfcl = bfcl_setting(tokenizer_folder)
+        print(f"BFCL: {bfcl.prompt:.0f} tokens a prompt; scored {bfcl.scored:.2f}, trained {bfcl.trained:.2f} of them")
     predictor = config("Qwen3-0.6B")
     print("share of a step            scoring   update     sum  | the paper's")
     for size, (update_share, *paper) in PAPER.items():
         policy = config(f"Qwen3-{size}")
-        for setting, (prompt_limit, response_limit, epochs) in SETTINGS.items():
-            p, s = prompt_limit / 2, response_limit / 2
+        for name, setting in settings.items():
+            p, s = setting.prompt, setting.response
             visible = (p + s) / 2
             sampled = (NUM_BARE + NUM_BARE * NUM_CONTINUATIONS / 2) * s
             head = 2 * policy.vocab_size * policy.hidden_size * sampled
             policy_update = 3 * (forward(policy, p + sampled, visible) + head)
-            scoring = forward(predictor, 2 * p + NUM_BARE * s, visible)
+            scoring = forward(predictor, 2 * setting.scored * p + NUM_BARE * s, visible)
             prefixes = PREFIX_SHARE / (1 - PREFIX_SHARE) * (p + s / 2)
-            update = 3 * epochs * forward(predictor, p + prefixes, visible)
+            update = (3 * setting.epochs + 1) * forward(predictor, setting.trained * p + prefixes, visible)
             shares = [100 * update_share * flops / policy_update for flops in (scoring, update)]
             print(
-                f"{size:4s} {setting:18s} {shares[0]:9.2f} % {shares[1]:6.2f} % {sum(shares):6.2f} %"
+                f"{size:4s} {name:18s} {shares[0]:9.2f} % {shares[1]:6.2f} % {sum(shares):6.2f} %"
                 f"  | {100 * paper[0]:.1f} + {100 * paper[1]:.1f} %"
             )
 
