@@ -304,11 +304,12 @@ def test_a_server_that_is_silent_is_lost_with_its_calls(monkeypatch):
 
 
 @contextmanager
-def server_processes(folder, config: EnvConfig, count: int):
+def server_processes(folder, config: EnvConfig, count: int, owner: int = 0):
     """URLs and processes of `trace-megatron serve-env`."""
     path = folder / "env.yaml"
     path.write_text(json.dumps({"env": {"name": config.name, "params": dict(config.params)}}))
     command = [sys.executable, "-m", "trace_megatron.cli", "serve-env", "-c", str(path), "--port", "0"]
+    command += ["--owner", str(owner)]
     with ExitStack() as stack:
         servers = []
         for _ in range(count):
@@ -396,11 +397,15 @@ def test_no_sandbox_outlives_its_server(bubblewrap, tmp_path):
     async def use_all(urls):
         return await asyncio.gather(*map(use, urls))
 
-    with server_processes(tmp_path, config, 2) as (urls, servers):
+    with ExitStack() as stack:
+        owner = stack.enter_context(subprocess.Popen(["sleep", "600"]))
+        stack.callback(owner.kill)
+        urls, servers = stack.enter_context(server_processes(tmp_path, config, 2, owner.pid))
         assert asyncio.run(use_all(urls)) == ["```output\n6\n```"] * 2
         families = [psutil.Process(server.pid).children(recursive=True) for server in servers]
         assert all(families)
-        for server, number, code in zip(servers, (signal.SIGTERM, signal.SIGKILL), (0, -signal.SIGKILL), strict=True):
-            server.send_signal(number)
-            assert server.wait(10) == code
+        servers[0].kill()
+        assert servers[0].wait(10) == -signal.SIGKILL
+        owner.kill()
+        assert servers[1].wait(10) == 0
         assert not psutil.wait_procs([process for family in families for process in family], timeout=5)[1]
