@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from vllm.config import ModelConfig
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -147,7 +147,12 @@ class DirectLoading:
             layer.num_elements += sum(region.num_elements for region in watch.regions(place))
             if getattr(place.layer, place.name).shape != layout.shape:
                 layer.layout = layout
-        self._attention = [module for module in model.modules() if is_deferred_attention_layer(module)]
+        # Other attention than vLLM's plain one, of which nothing is loaded, derives tensors from projections.
+        self._attention = [
+            module
+            for module in model.modules()
+            if is_deferred_attention_layer(module) and type(module) is not Attention
+        ]
         for module in self._layers:
             if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
                 # vLLM packs embeddings as if they were heads. The copy would be stale: nobody must find it.
@@ -160,6 +165,7 @@ class DirectLoading:
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy them where they belong. Raises ValueError with the name of one that was not there the last time."""
+        touched: dict[int, _Layer] = {}
         for name, tensor in tensors:
             arrival = self._arrivals.get(name)
             if arrival is None or arrival.shape != tensor.shape or arrival.dtype != tensor.dtype:
@@ -169,8 +175,10 @@ class DirectLoading:
                     f"{tuple(tensor.shape)}"
                 )
             for landing in arrival.landings:
-                self._layers[landing.place.layer].land(landing, tensor)
-        for layer in self._layers.values():
+                layer = self._layers[landing.place.layer]
+                layer.land(landing, tensor)
+                touched[id(layer)] = layer
+        for layer in touched.values():
             layer.put_down()
 
     def unfilled(self) -> list[str]:
