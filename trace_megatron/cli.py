@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -183,6 +184,7 @@ def hf_to_megatron(
     from trace_megatron.policy.names import ParallelSizes
 
     keep_freed_memory()
+    gc.freeze()  # what was imported stays, and need not be gone through at every collection
     conversion.hf_to_megatron(source, target, ParallelSizes(tp, pp, ep))
     if verify:
         _compare(source, target)
@@ -200,6 +202,7 @@ def megatron_to_hf(
     from trace_megatron.policy import convert as conversion
 
     keep_freed_memory()
+    gc.freeze()  # what was imported stays, and need not be gone through at every collection
     conversion.megatron_to_hf(source, target, like)
     if verify:
         _compare(target, source)

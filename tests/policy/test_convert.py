@@ -1,5 +1,6 @@
 """Conversion of small models: bit by bit through every layout, and what interrupted or wrong input does."""
 
+import io
 import itertools
 import json
 import os
@@ -20,6 +21,7 @@ from trace_megatron.policy import convert, dist_files, dist_index, hf_files
 from trace_megatron.policy.convert import hf_to_megatron, megatron_to_hf
 from trace_megatron.policy.hf_config import read_hf_config
 from trace_megatron.policy.names import ParallelSizes, model_weights
+from trace_megatron.policy.stored_tensor import Window, stored_tensor
 
 LAYOUTS = [(tp, pp) for tp, pp in itertools.product(range(1, 5), repeat=2) if tp * pp <= 4]
 SHAPE = {"num_layers": 4, "hidden": 24, "heads": 12, "head_dim": 12, "ffn": 24}  # divided by 1, 2, 3 and 4 ranks
@@ -277,3 +279,34 @@ def test_the_index_is_read_by_its_list_alone(converted):
     parts, sizes = dist_index.read_index(converted)
     assert sizes["decoder.layers.mlp.linear_fc1.weight"] == (2, 192, 64)
     assert len(parts["decoder.layers.mlp.linear_fc1.weight"]) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("saved", "readable"),
+    [
+        (torch.arange(6.0).view(2, 3), True),
+        (torch.arange(6).bfloat16().view(3, 2), True),
+        (torch.arange(6.0).view(2, 3).T, False),  # for torch.load, which the rest is left to
+        (torch.arange(8.0)[2:], False),
+        (torch.arange(6), False),
+        ([None], False),
+        (torch.nn.Parameter(torch.ones(2)), False),
+    ],
+)
+def test_a_stored_tensor_is_found_without_its_numbers(saved, readable, tmp_path):
+    stored = io.BytesIO()
+    torch.save(saved, stored)
+    path = tmp_path / "file"
+    path.write_bytes(b"before" + stored.getvalue() + b"after")
+    with path.open("rb", buffering=0) as file:
+        found = stored_tensor(Window(file, len(b"before"), len(stored.getvalue())))
+        assert (found is not None) == readable
+        if readable:
+            shape, dtype, start = found
+            target = torch.zeros(shape[0], 2 * shape[1], dtype=dtype)
+            columns = target[:, shape[1] :]  # row by row, into some columns of a whole
+            file.seek(len(b"before") + start)
+            hf_files.read_into(file, columns)
+            assert torch.equal(columns, saved) and not target[:, : shape[1]].any()
+            with pytest.raises(UserError, match="more bytes in"):
+                hf_files.read_into(file, torch.zeros(10**4, 2)[:, :1])

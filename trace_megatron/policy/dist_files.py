@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint.utils import _create_file_view
 
 from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
-from trace_megatron.policy.dist_index import INDEX, Part, read_index, write_index
+from trace_megatron.policy.dist_index import INDEX, Part, index_bytes, read_index, write_index
 from trace_megatron.policy.hf_config import HFModelConfig
 from trace_megatron.policy.hf_files import file_stamp, read_into, write_bytes
 from trace_megatron.policy.layout import split_layers
@@ -32,6 +30,7 @@ from trace_megatron.policy.names import (
     from_shards,
     to_shard,
 )
+from trace_megatron.policy.stored_tensor import Window, stored_tensor
 
 _MODEL_KEYS = ("decoder.", "embedding.", "output_layer.")
 _EXTRA_STATE = "_extra_state"
@@ -124,26 +123,24 @@ class MegatronFolder:
         path = self._folder / part.file
         try:
             with path.open("rb", buffering=0) as file:
-                stored = _create_file_view(file, part.start, part.length)
-                with FakeTensorMode():  # what is stored and where, without the numbers
-                    found = torch.load(stored, map_location="cpu", weights_only=True)
-                if tuple(found.shape) != part.shape or found.dtype is not target.dtype:
-                    raise UserError(
-                        f"expected {target.dtype} {part.shape} of '{part.key}' in '{path}', found {found.dtype} "
-                        f"{tuple(found.shape)}: copy it again"
-                    )
-                if not found.is_contiguous() or found.storage_offset():
+                stored = Window(file, part.start, part.length)
+                found = stored_tensor(stored)
+                if found is None:  # a view, or of another kind: torch knows
                     stored.seek(0)
-                    target.copy_(torch.load(stored, map_location="cpu", weights_only=True).view(target.shape))
-                    return
-                # straight to its place: torch.load took five times as long through a part of a file
-                file.seek(part.start + found.untyped_storage()._checkpoint_offset)
-                if target.is_contiguous():
-                    read_into(file, target)
+                    tensor = torch.load(stored, map_location="cpu", weights_only=True)
+                    shape, dtype = tuple(tensor.shape), tensor.dtype
                 else:
-                    rows = torch.empty(target.shape, dtype=target.dtype)
-                    read_into(file, rows)
-                    target.copy_(rows)
+                    shape, dtype, start = found
+                if shape != part.shape or dtype is not target.dtype:
+                    raise UserError(
+                        f"expected {target.dtype} {part.shape} of '{part.key}' in '{path}', found {dtype} {shape}: "
+                        "copy it again"
+                    )
+                if found is None:
+                    target.copy_(tensor.view(target.shape))
+                else:  # straight to its place: torch.load took five times as long through a part of a file
+                    file.seek(part.start + start)
+                    read_into(file, target)
         except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
             raise UserError(f"expected '{part.key}' in '{path}', found broken data: {error}: copy it again") from error
 
@@ -194,10 +191,11 @@ class MegatronWriter:
 
     def close(self) -> None:
         """After the last weight: the index, without which the folder is no checkpoint."""
+        index = index_bytes(self._parts)  # takes seconds of imports, while the disk is still at work
         self.flush()
         for file in self._files.values():
             file.close()
-        write_index(self._folder, self._parts)
+        write_index(self._folder, index)
 
     def _file(self, rank: int) -> BinaryIO:
         name = f"__{rank}_0.distcp"

@@ -16,15 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from trace_megatron.errors import UserError
 
@@ -63,8 +54,19 @@ def is_megatron_folder(folder: str | Path) -> bool:
     return (Path(folder) / INDEX).is_file() and (Path(folder) / _CONFIG).is_file()
 
 
-def write_index(folder: Path, parts: Sequence[Part]) -> None:
-    """Make a checkpoint of the folder; its files must hold the parts."""
+def index_bytes(parts: Sequence[Part]) -> bytes:
+    """The index of files that hold ``parts``."""
+    # Imported here: it takes seconds, and whoever only reads an index never needs it.
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
     entries: dict[str, Any] = {}
     storage = {}
     for part in parts:
@@ -81,9 +83,13 @@ def write_index(folder: Path, parts: Sequence[Part]) -> None:
         ends = [start + size for start, size in zip(part.offset, part.shape, strict=True)]
         entry.size = torch.Size([max(pair) for pair in zip(ends, entry.size or [0] * len(ends), strict=True)])
         storage[MetadataIndex(part.key, part.offset)] = place
+    return pickle.dumps(Metadata(entries, storage_data=storage))
+
+
+def write_index(folder: Path, index: bytes) -> None:
+    """Make a checkpoint of the folder; its files must hold the parts."""
     torch.save({}, folder / _COMMON)
-    with (folder / INDEX).open("wb") as file:
-        pickle.dump(Metadata(entries, storage_data=storage), file)
+    (folder / INDEX).write_bytes(index)
     (folder / _CONFIG).write_text(json.dumps(_BACKENDS))
 
 
@@ -116,11 +122,41 @@ _ALLOWED = {
 """What a checkpoint's index is made of; a pickle that names anything else is refused before it is called."""
 
 
+_OUR_OWN = ("torch", "torch.serialization", "pathlib", "collections")
+"""Modules of them that are called; of the other classes a record stands in for each, which holds what was stored."""
+
+
+class _Record:
+    """An object of some class of the list, without what that would do."""
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+    def _key(self) -> tuple[Any, ...]:
+        return type(self), getattr(self, "fqn", None), getattr(self, "offset", None)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Record) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+_RECORDS = {pair: type(pair[1], (_Record,), {}) for pair in _ALLOWED if pair[0] not in _OUR_OWN}
+_BYTES = _RECORDS["torch.distributed.checkpoint.metadata", "BytesStorageMetadata"]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no index contains")
-        return getattr(importlib.import_module(module), name)
+        return _RECORDS.get((module, name)) or getattr(importlib.import_module(module), name)
 
 
 def read_index(folder: Path) -> tuple[dict[str, list[Part]], dict[str, tuple[int, ...]]]:
@@ -133,13 +169,14 @@ def read_index(folder: Path) -> tuple[dict[str, list[Part]], dict[str, tuple[int
             index = _IndexUnpickler(file).load()
         parts: dict[str, list[Part]] = defaultdict(list)
         sizes = {}
+        places = {(index.fqn, index.__dict__.get("offset")): place for index, place in index.storage_data.items()}
         for key, entry in index.state_dict_metadata.items():
-            if isinstance(entry, BytesStorageMetadata):
+            if isinstance(entry, _BYTES):
                 continue
             sizes[key] = tuple(entry.size)
-            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            dtype = str(entry.properties.state[0]).removeprefix("torch.")
             for chunk in entry.chunks:
-                place = index.storage_data[MetadataIndex(key, chunk.offsets)]
+                place = places[key, chunk.offsets]
                 if getattr(place, "transform_descriptors", None):
                     raise UserError(f"expected plain tensors in '{folder}', found '{key}' transformed: save it plainly")
                 where = (place.relative_path, place.offset, place.length)

@@ -39,7 +39,9 @@ COMPANIONS = (
 )
 """What belongs to a model beside weights and config.json."""
 
-_PIECE_BYTES = 2**20
+_PIECE_BYTES, _STRETCH_BYTES = 2**20, 2**24
+_MOST_VIEWS = 1024
+"""IOV_MAX: of one call that reads."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -189,13 +191,25 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype | None) -> No
 
 
 def read_into(file: BinaryIO, tensor: torch.Tensor) -> None:
-    """Fill a contiguous CPU tensor from an unbuffered file."""
-    view = _bytes(tensor)
-    while view:
-        count = file.readinto(view)
+    """Fill a CPU tensor from an unbuffered file: any, whose rows (of the last dimension) are contiguous."""
+    if tensor.is_contiguous():
+        _read_all(file, [_bytes(tensor)])
+        return
+    rows = tensor.flatten(0, -2).view(torch.uint8).numpy()  # a view: some columns of a whole
+    for first in range(0, len(rows), _MOST_VIEWS):
+        _read_all(file, [memoryview(row) for row in rows[first : first + _MOST_VIEWS]])
+
+
+def _read_all(file: BinaryIO, views: list[memoryview]) -> None:
+    while views:
+        count = os.readv(file.fileno(), views)
         if not count:
-            raise UserError(f"expected {len(view)} more bytes in '{file.name}', found its end: download it again")
-        view = view[count:]
+            missing = sum(map(len, views))
+            raise UserError(f"expected {missing} more bytes in '{file.name}', found its end: download it again")
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if views:
+            views[0] = views[0][count:]
 
 
 def write_from(file: BinaryIO, tensor: torch.Tensor) -> None:
@@ -206,7 +220,13 @@ def write_from(file: BinaryIO, tensor: torch.Tensor) -> None:
 def write_bytes(file: BinaryIO, view: memoryview) -> None:
     """In pieces: one call with hundreds of megabytes took eight times the system time of calls with one."""
     while view:
-        view = view[file.write(view[:_PIECE_BYTES]) :]
+        stretch, view = view[:_STRETCH_BYTES], view[_STRETCH_BYTES:]
+        start, length = file.tell(), len(stretch)
+        while stretch:
+            stretch = stretch[file.write(stretch[:_PIECE_BYTES]) :]
+        if length >= _PIECE_BYTES:
+            # Linux begins to write the pages out, and keeps them: left alone, it waits for a tenth of the memory.
+            os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
 
 
 def file_stamp(paths: set[Path]) -> list[tuple[str, int, int]]:

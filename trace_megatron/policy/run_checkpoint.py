@@ -64,10 +64,7 @@ class RunCheckpoint(MegatronFolder):
     def _read(self, part: Part, target: torch.Tensor) -> None:
         with (self._folder / part.file).open("rb", buffering=0) as file:
             file.seek(part.start)
-            rows = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype)
-            read_into(file, rows)
-        if rows is not target:
-            target.copy_(rows)
+            read_into(file, target)
 
 
 def _stored_parts(path: Path) -> list[Part]:
