@@ -55,14 +55,23 @@ def sampled(run: Path, step: int) -> list[tuple]:
 
 
 def differences(line: dict, other: dict) -> Iterator[tuple[float, str]]:
-    """(difference, name) of every number that should repeat; infinite where one run lacks it."""
+    """(difference, name) of every metric that should repeat; infinite where one run lacks a number."""
     yield 0.0, "none"
     for key in sorted(line.keys() | other.keys()):
-        first, second = line.get(key), other.get(key)
-        if key.startswith("seconds/") or key.endswith(CLOCK) or first == second:
-            continue
-        numbers = isinstance(first, int | float) and isinstance(second, int | float)
-        yield (abs(first - second) if numbers else float("inf")), key
+        if not (key.startswith("seconds/") or key.endswith(CLOCK)):
+            yield difference(line.get(key), other.get(key)), key
+
+
+def difference(first: object, second: object) -> float:
+    """Of two numbers, or the largest of two tables of numbers."""
+    if isinstance(first, dict) and isinstance(second, dict) and first.keys() == second.keys():
+        return max((difference(first[key], second[key]) for key in first), default=0.0)
+    if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
+        return max(map(difference, first, second), default=0.0)
+    if first == second:
+        return 0.0
+    numbers = isinstance(first, int | float) and isinstance(second, int | float)
+    return abs(first - second) if numbers else float("inf")
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ compare_runs = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(compare_runs)
 
 
-def write_run(folder: Path, loss: float = 0.5, token: int = 6, steps: int = 2) -> Path:
+def write_run(folder: Path, loss: float = 0.5, token: int = 6, steps: int = 2, success: float | None = 0.5) -> Path:
     folder.mkdir()
-    lines = [{"step": step, "train/loss": loss, "seconds/rollouts": loss * step} for step in range(1, steps + 1)]
+    metrics = {"train/loss": loss, "calibration": [{"count": 3, "success_mean": success}]}
+    lines = [{"step": step, **metrics, "seconds/rollouts": loss * step} for step in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in range(1, steps + 1):
         turn = Turn((5, token), (-0.1, -1.2), (), 0)
@@ -33,6 +34,8 @@ def write_run(folder: Path, loss: float = 0.5, token: int = 6, steps: int = 2) -
     [
         ({"loss": 0.5 + 1e-7, "steps": 1}, 0, "1 steps: the same tokens; largest difference of a metric 1.0e-07"),
         ({"loss": 0.6}, 1, "1.0e-01 (train/loss)"),
+        ({"success": 0.5 + 1e-7}, 0, "1.0e-07 (calibration)"),
+        ({"success": None}, 1, "inf (calibration)"),
         ({"token": 7}, 1, "step 1: other tokens"),
     ],
 )
