@@ -153,6 +153,8 @@ def test_a_killed_conversion_goes_on(source, tiny, tmp_path, monkeypatch):
     partial = tmp_path / ".target.partial"
     num_done = len((partial / "conversion.jsonl").read_text().splitlines())
     assert 0 < num_done < 13
+    with (partial / "conversion.jsonl").open("a") as journal:
+        journal.write('[{"key": "cut wi')  # within a line
     with pytest.raises(UserError, match="other options or a changed source"):
         hf_to_megatron(tiny, target, ParallelSizes(1, 1))
     reader = hf_files.HFFolder if source == "hf" else dist_files.MegatronFolder
@@ -194,6 +196,10 @@ def rewrite(folder: Path, change) -> None:
 
 def cut(path: Path, num_bytes: int = 5) -> None:
     os.truncate(path, path.stat().st_size - num_bytes)
+
+
+def blot(path: Path, text: bytes) -> None:
+    path.write_bytes(path.read_bytes().replace(text, b"\xff" * len(text)))
 
 
 def edit_config(folder: Path, **values) -> None:
@@ -244,6 +250,8 @@ class Evil:
         (lambda f: cut(f / ".metadata"), ".metadata"),
         (lambda f: (f / ".metadata").unlink(), "distributed checkpoint"),
         (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())), "posix.system"),
+        (lambda f: (f / ".metadata").write_bytes(b"\x8e" + b"\xff" * 8), ".metadata.*maximum size"),
+        (lambda f: blot(f / "__0_0.distcp", b"_rebuild_tensor_v2"), "embedding.word.*broken data: 'utf-8' codec"),
         (lambda f: (f / "__0_0.distcp").write_bytes(b"x" * (f / "__0_0.distcp").stat().st_size), "embedding.word"),
         (lambda f: edit_config(f, num_hidden_layers=3), r"\(3, .*decoder\.layers"),
         (lambda f: edit_config(f, vocab_size=1000), "embedding.word_embeddings"),
@@ -255,8 +263,9 @@ class Evil:
 )
 def test_a_wrong_checkpoint_is_named_and_leaves_nothing(spoil, named, converted, tmp_path):
     spoil(converted)
-    with pytest.raises(UserError, match=named):
+    with pytest.raises(UserError, match=named) as error:
         megatron_to_hf(converted, tmp_path / "back")
+    assert "\n" not in str(error.value)
     assert not (tmp_path / "back").exists() and not list(tmp_path.glob(".*"))
 
 
@@ -279,6 +288,13 @@ def test_the_index_is_read_by_its_list_alone(converted):
     parts, sizes = dist_index.read_index(converted)
     assert sizes["decoder.layers.mlp.linear_fc1.weight"] == (2, 192, 64)
     assert len(parts["decoder.layers.mlp.linear_fc1.weight"]) == 2 * 2 * 2
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bool", "int32", "float8_e4m3fn"])
+def test_other_tensors_of_a_checkpoint_may_be_of_any_dtype(dtype, converted):
+    index = dist_index.index_bytes([dist_index.Part("optimizer.x", (0,), (2,), dtype, "file", 0, 10)])
+    (converted / ".metadata").write_bytes(index)
+    assert dist_index.read_index(converted)[0]["optimizer.x"][0].dtype == dtype
 
 
 @pytest.mark.parametrize(
@@ -308,5 +324,6 @@ def test_a_stored_tensor_is_found_without_its_numbers(saved, readable, tmp_path)
             file.seek(len(b"before") + start)
             hf_files.read_into(file, columns)
             assert torch.equal(columns, saved) and not target[:, : shape[1]].any()
+            hf_files.read_into(file, torch.zeros(0, 3))
             with pytest.raises(UserError, match="more bytes in"):
                 hf_files.read_into(file, torch.zeros(10**4, 2)[:, :1])

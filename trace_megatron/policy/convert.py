@@ -172,8 +172,11 @@ def _resume(file: Any, folder: Path, description: dict[str, Any], target: Path) 
     journal = folder / _JOURNAL
     if not journal.is_file():
         return []
-    *lines, rest = journal.read_text().split("\n")
-    assert not rest, journal  # every commit ends with a newline
+    text = journal.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:  # the disk was full, or the end came, within a line
+        os.truncate(journal, len(whole.encode()))
+    lines = whole.splitlines()
     say(f"going on with the interrupted conversion in '{folder}': {len(lines)} parameters are there")
     return [json.loads(line) for line in lines]
 

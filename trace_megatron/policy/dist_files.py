@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -17,7 +16,15 @@ import torch
 
 from trace_megatron.config import PolicyConfig
 from trace_megatron.errors import UserError
-from trace_megatron.policy.dist_index import INDEX, Part, index_bytes, read_index, write_index
+from trace_megatron.policy.dist_index import (
+    BROKEN_PICKLE,
+    INDEX,
+    Part,
+    first_line,
+    index_bytes,
+    read_index,
+    write_index,
+)
 from trace_megatron.policy.hf_config import HFModelConfig
 from trace_megatron.policy.hf_files import file_stamp, read_into, write_bytes
 from trace_megatron.policy.layout import split_layers
@@ -141,8 +148,9 @@ class MegatronFolder:
                 else:  # straight to its place: torch.load took five times as long through a part of a file
                     file.seek(part.start + start)
                     read_into(file, target)
-        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-            raise UserError(f"expected '{part.key}' in '{path}', found broken data: {error}: copy it again") from error
+        except (RuntimeError, *BROKEN_PICKLE) as error:
+            found = first_line(error)
+            raise UserError(f"expected '{part.key}' in '{path}', found broken data: {found}: copy it again") from error
 
 
 class MegatronWriter:

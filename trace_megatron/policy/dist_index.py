@@ -27,6 +27,19 @@ _BACKENDS = {"sharded_backend": "torch_dist", "sharded_backend_version": 1} | {
 }
 
 
+BROKEN_PICKLE = (
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    LookupError,
+    TypeError,
+    ValueError,
+    OverflowError,
+    MemoryError,
+)
+"""What reading a damaged pickle ends in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """One stored part of a global tensor, or (without shape) a stored object."""
@@ -111,15 +124,10 @@ _ALLOWED = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
-    ("torch", "float32"),
-    ("torch", "bfloat16"),
-    ("torch", "float16"),
-    ("torch", "int64"),
-    ("torch", "uint8"),
     ("pathlib", "PosixPath"),
     ("collections", "OrderedDict"),
 }
-"""What a checkpoint's index is made of; a pickle that names anything else is refused before it is called."""
+"""What a checkpoint's index is made of beside torch's dtypes; what else a pickle names is refused before it is called."""
 
 
 _OUR_OWN = ("torch", "torch.serialization", "pathlib", "collections")
@@ -154,6 +162,8 @@ _BYTES = _RECORDS["torch.distributed.checkpoint.metadata", "BytesStorageMetadata
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype  # an optimizer's or a counter's may be any; the model's own are checked by its reader
         if (module, name) not in _ALLOWED:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no index contains")
         return _RECORDS.get((module, name)) or getattr(importlib.import_module(module), name)
@@ -174,13 +184,25 @@ def read_index(folder: Path) -> tuple[dict[str, list[Part]], dict[str, tuple[int
             if isinstance(entry, _BYTES):
                 continue
             sizes[key] = tuple(entry.size)
-            dtype = str(entry.properties.state[0]).removeprefix("torch.")
+            dtype = entry.properties.state[0]
+            if not isinstance(dtype, torch.dtype):
+                raise TypeError(f"{dtype} as the dtype of '{key}'")
             for chunk in entry.chunks:
                 place = places[key, chunk.offsets]
                 if getattr(place, "transform_descriptors", None):
                     raise UserError(f"expected plain tensors in '{folder}', found '{key}' transformed: save it plainly")
                 where = (place.relative_path, place.offset, place.length)
-                parts[key].append(Part(key, tuple(chunk.offsets), tuple(chunk.sizes), dtype, *where))
-    except (pickle.UnpicklingError, AttributeError, KeyError, TypeError, ValueError, EOFError, IndexError) as error:
-        raise UserError(f"expected the index of a checkpoint in '{path}', found: {error}: copy it again") from error
+                if not isinstance(place.relative_path, str) or min(where[1:]) < 0:
+                    raise ValueError(f"'{key}' at {where}")
+                parts[key].append(
+                    Part(key, tuple(chunk.offsets), tuple(chunk.sizes), str(dtype).removeprefix("torch."), *where)
+                )
+    except BROKEN_PICKLE as error:
+        found = first_line(error)
+        raise UserError(f"expected the index of a checkpoint in '{path}', found: {found}: copy it again") from error
     return parts, sizes
+
+
+def first_line(error: BaseException) -> str:
+    """What it says, without the advice that torch and pickle add."""
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -201,7 +201,7 @@ def read_into(file: BinaryIO, tensor: torch.Tensor) -> None:
 
 
 def _read_all(file: BinaryIO, views: list[memoryview]) -> None:
-    while views:
+    while any(views):
         count = os.readv(file.fileno(), views)
         if not count:
             missing = sum(map(len, views))
