@@ -13,6 +13,7 @@ import urllib.request
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 
+import aiohttp
 import numpy as np
 import psutil
 import pytest
@@ -22,7 +23,7 @@ from scripted_engine import ScriptedEngine, build_renderer
 from trace_megatron.algorithm.selectors import build_selector
 from trace_megatron.algorithm.tree import num_units, prefix_anchors
 from trace_megatron.config import ENV_TOKEN, BudgetConfig, EnvConfig, MethodConfig, RolloutConfig
-from trace_megatron.envs import build_environment, connection, remote
+from trace_megatron.envs import build_environment, connection, remote, server
 from trace_megatron.envs.connection import EnvironmentServerError, ServerLost
 from trace_megatron.envs.limits import LimitedEnvironment
 from trace_megatron.envs.remote import RemoteEnvironment
@@ -276,6 +277,67 @@ def test_a_lost_server_is_left_out_until_it_is_back(monkeypatch, capfd):
     assert said.count("is lost: it cannot be reached") == 2 and said.count("is back") == 1
 
 
+def test_another_server_on_the_port_of_one_that_ended_gets_no_episodes(monkeypatch):
+    monkeypatch.setattr(remote, "LOST_S", 0.2)
+
+    async def run():
+        other = replace(CONFIG, params={"max_operations": 4, "size": 500})
+        async with AsyncExitStack() as first:
+            url = await first.enter_async_context(serving())
+            async with client(url) as there:
+                await tasks_of(there)
+                await there.reset(TASK)
+                await first.aclose()  # and nobody calls before the port is taken again
+                async with serving(other, port=int(url.rpartition(":")[2])):
+                    with pytest.raises(EnvironmentServerError, match=r"started again|max_operations is 4 there"):
+                        await there.reset(TASK)
+                    assert await num_states(url) == 0
+
+    asyncio.run(run())
+
+
+def test_what_is_no_request_is_refused_in_a_sentence(monkeypatch):
+    monkeypatch.setattr(server, "_MAX_REQUEST_BYTES", 1 << 20)
+
+    async def run():
+        async with serving() as url, aiohttp.ClientSession() as session:
+            for body, words in (
+                (b"[" * 10**5, "expected JSON, found: maximum recursion depth"),
+                (b" " * (1 << 21), "expected a request of at most 1 MiB, found more"),
+                (b"\xff", "expected JSON"),
+                (b'{"client": "c", "state": NaN}', "expected states by their numbers"),
+            ):
+                async with session.post(f"{url}/reset", data=body) as response:
+                    assert 400 <= response.status < 500 and words in (await response.json())["error"]
+            async with session.get(f"{url}/task?split=train&number={'1' * 5000}") as response:
+                assert "expected a number below 500" in (await response.json())["error"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("answer", ["[]", "{}", "<html>"])
+def test_a_server_of_something_else_is_told_apart(monkeypatch, answer):
+    monkeypatch.setattr(remote, "LOST_S", 0.1)
+
+    async def run():
+        async def say_so(request):
+            return web.Response(text=answer)
+
+        app = web.Application()
+        app.add_routes([web.route("*", "/{rest}", say_so)])
+        runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        async with client(f"http://127.0.0.1:{runner.addresses[0][1]}") as there:
+            with pytest.raises(UserError, match="is it trace-megatron serve-env"):
+                await tasks_of(there)
+            with pytest.raises(EnvironmentServerError, match="is it trace-megatron serve-env"):
+                await there.reset(TASK)
+        await runner.cleanup()
+
+    asyncio.run(run())
+
+
 def test_a_server_that_is_silent_is_lost_with_its_calls(monkeypatch):
     monkeypatch.setattr(connection, "KEEP_PERIOD_S", 0.05)
     monkeypatch.setattr(connection, "SILENCE_S", 0.5)
@@ -284,7 +346,7 @@ def test_a_server_that_is_silent_is_lost_with_its_calls(monkeypatch):
         await asyncio.sleep(60)
 
     async def answer(request):
-        return web.json_response({"name": CONFIG.name, "params": CONFIG.params, "max_concurrency": 0})
+        return web.json_response({"name": CONFIG.name, "params": CONFIG.params, "max_concurrency": 0, "life": ""})
 
     async def run():
         app = web.Application()

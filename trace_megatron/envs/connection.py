@@ -31,6 +31,7 @@ MAX_CALLS = 256
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0  # before a lost server is asked again; doubled each time
 _LEAVE_S = 5.0
 _FAILED = 422  # the environment itself, which has said why
+_OTHER_LIFE = 409  # a server that was started since, perhaps with another configuration
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # aiohttp asks no proxy either
 
@@ -76,6 +77,7 @@ class Connection:
         self._session: aiohttp.ClientSession | None = None
         self._gone: asyncio.Future[None] | None = None
         self._turns = asyncio.Semaphore(MAX_CALLS)
+        self._life = ""
         self._num_calls = 0
         self._held: set[int] = set()
         self._released: collections.deque[int] = collections.deque()
@@ -121,7 +123,9 @@ class Connection:
         except ValueError as error:
             raise UserError(self._refusal(200, text)) from error
 
-    def _check(self, about: Mapping[str, Any]) -> None:
+    def _check(self, about: Any) -> None:
+        if not isinstance(about, dict) or not about.keys() >= {"name", "params", "max_concurrency", "life"}:
+            raise UserError(self._refusal(200, json.dumps(about)))
         if about.get("name") != self._config.name or about.get("params") != _plain(self._config.params):
             raise UserError(
                 f"expected an environment server of this run's env section at {self.url}, found another: "
@@ -134,7 +138,9 @@ class Connection:
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
         try:
-            self._check(await self._exchange("GET", "/environment", timeout_s=SILENCE_S))
+            about = await self._exchange("GET", "/environment", timeout_s=SILENCE_S)
+            self._check(about)
+            self._life = about["life"]
             for split, digest in list(self._digests.items()):
                 path = f"/environment?split={urllib.parse.quote(split)}"
                 if (await self._exchange("GET", path, timeout_s=SILENCE_S))["digest"] != digest:
@@ -195,7 +201,7 @@ class Connection:
 
     async def _post(self, path: str, body: Mapping[str, Any], timeout_s: float | None = None) -> Any:
         released = [self._released.popleft() for _ in range(len(self._released))]
-        body = {"client": self._client, "released": released, **body}
+        body = {"client": self._client, "life": self._life, "released": released, **body}
         try:
             return await self._exchange("POST", path, body, timeout_s)
         except BaseException:  # perhaps they did not arrive; twice does no harm
@@ -206,13 +212,20 @@ class Connection:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=SILENCE_S)
         try:
             async with self._session.request(verb, self.url + path, json=body, timeout=timeout) as response:
-                text = await response.text()
+                text = await response.text("utf-8", "replace")
         except (aiohttp.ClientError, OSError) as error:
             self._lose(f"it cannot be reached: {error or type(error).__name__}")
             raise ServerLost(self._last_words()) from error
+        if response.status == _OTHER_LIFE and body is not None:
+            if body["life"] == self._life:  # else it is known
+                self._lose("it was started again")
+            raise ServerLost(f"the environment server at {self.url} is lost: it was started again")
         if response.status != 200:
             raise EnvironmentServerError(self._refusal(response.status, text))
-        return json.loads(text)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise EnvironmentServerError(self._refusal(200, text)) from error
 
     def _last_words(self) -> str:
         return f"the environment server at {self.url} is lost: {self.reason}"

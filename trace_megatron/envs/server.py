@@ -3,7 +3,7 @@
     trace-megatron serve-env -c CONFIG [--host 127.0.0.1] [--port 8500]
 
 GET  /health                          ->  {"num_states"}
-GET  /environment[?split=train]       ->  {"name", "params", "max_concurrency"[, "num_tasks", "digest"]}
+GET  /environment[?split=train]       ->  {"name", "params", "max_concurrency", "life"[, "num_tasks", "digest"]}
 GET  /task?split=train&number=7       ->  {"task_id", "messages", "payload", "tools"}
 POST /reset    {"state", "task"}      ->  {}
 POST /step     {"state", "next", "action"}  ->  {"observation", "reward", "done", "info"}
@@ -12,7 +12,8 @@ POST /leave    {}                     ->  {}
 
 States are arbitrary Python values, so they stay here. A client gives each a number of its own (``state``, ``next``) and
 says in every POST who it is (``client``) and which states it needs no longer (``released``). Those of a client that is
-not heard of for LEASE_S are dropped.
+not heard of for LEASE_S are dropped. It also says which process it means (``life``): another one on the same port may
+be of another configuration, and refuses.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import hmac
 import ipaddress
 import json
 import os
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +48,7 @@ LEASE_S = 600.0
 """Clients are in touch every 15 s (envs/connection.py), even while they train."""
 
 _MAX_REQUEST_BYTES = 64 << 20
+_MAX_DIGITS = 18
 _COMPARED_TASKS = 64
 """Of a split, in its digest: a lazy one may have any number."""
 
@@ -176,6 +179,7 @@ class _Routes:
         self._config = config
         self._held = held
         self._splits: dict[str, Sequence[Task]] = {}
+        self._life = secrets.token_hex(8)
 
     async def while_open(self, app: web.Application) -> AsyncIterator[None]:
         async def expire() -> None:
@@ -196,6 +200,7 @@ class _Routes:
             "name": self._config.name,
             "params": self._config.params,
             "max_concurrency": self._environment.max_concurrency,
+            "life": self._life,
         }
         if "split" in request.query:
             tasks = self._tasks(request.query["split"])
@@ -205,8 +210,8 @@ class _Routes:
     async def task(self, request: web.Request) -> web.Response:
         tasks = self._tasks(request.query.get("split", ""))
         number = request.query.get("number", "")
-        if not number.isdecimal() or int(number) >= len(tasks):
-            raise _Refused(400, f"expected a number below {len(tasks)}, found '{number}'")
+        if not number.isdecimal() or len(number) > _MAX_DIGITS or int(number) >= len(tasks):
+            raise _Refused(400, f"expected a number below {len(tasks)}, found '{number[: _MAX_DIGITS + 1]}'")
         return web.json_response(dataclasses.asdict(tasks[int(number)]))
 
     async def reset(self, request: web.Request) -> web.Response:
@@ -251,9 +256,11 @@ class _Routes:
     async def _read(self, request: web.Request, *numbers: str) -> tuple[_Client, dict[str, Any]]:
         """The client and the body of a POST, whose ``numbers`` are numbers."""
         try:
-            body = await request.json()
-        except ValueError as error:
-            raise _Refused(400, f"expected JSON, found: {error}") from error
+            body = json.loads(await request.read())
+        except (ValueError, RecursionError, web.RequestPayloadError) as error:
+            raise _Refused(400, f"expected JSON, found: {str(error) or type(error).__name__}") from error
+        except web.HTTPRequestEntityTooLarge as error:
+            raise _Refused(413, f"expected a request of at most {_MAX_REQUEST_BYTES >> 20} MiB, found more") from error
         if not isinstance(body, dict) or not isinstance(body.get("client"), str):
             raise _Refused(400, 'expected {"client": text, ...}')
         released = body.get("released", [])
@@ -261,6 +268,8 @@ class _Routes:
             isinstance(number, int) for number in (*released, *map(body.get, numbers))
         ):
             raise _Refused(400, "expected states by their numbers")
+        if body.get("life", self._life) != self._life:
+            raise _Refused(409, "expected another server here: this one was started since")
         return self._held.hear(body["client"], released), body
 
     def _tasks(self, split: str) -> Sequence[Task]:

@@ -127,7 +127,7 @@ _ALLOWED = {
     ("pathlib", "PosixPath"),
     ("collections", "OrderedDict"),
 }
-"""What a checkpoint's index is made of beside torch's dtypes; what else a pickle names is refused before it is called."""
+"""What an index is made of, beside torch's dtypes; a pickle that names anything else is refused before it is called."""
 
 
 _OUR_OWN = ("torch", "torch.serialization", "pathlib", "collections")
