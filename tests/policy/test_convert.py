@@ -269,6 +269,43 @@ def test_a_wrong_checkpoint_is_named_and_leaves_nothing(spoil, named, converted,
     assert not (tmp_path / "back").exists() and not list(tmp_path.glob(".*"))
 
 
+def run_checkpoint(converted: Path, folder: Path) -> Path:
+    """The same parts as a run's own checkpoint holds them."""
+    tensors = {}
+    for key, parts in dist_index.read_index(converted)[0].items():
+        for part in parts:
+            stored = (converted / part.file).read_bytes()[part.start : part.start + part.length]
+            tensors[f"{key}|{','.join(map(str, part.offset))}"] = torch.load(io.BytesIO(stored))
+    folder.mkdir()
+    save_file(tensors, folder / "rank_00000.safetensors")
+    size = (folder / "rank_00000.safetensors").stat().st_size
+    (folder / "policy.json").write_text(json.dumps({"files": {"rank_00000.safetensors": size}}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "named"),
+    [
+        (b'"data_offsets":[0,', b'"data_offsets":[8,', "safetensors"),
+        (
+            b"linear_fc1.weight|0,96,0",
+            b"linear_fc1.weight|0,95,0",
+            "all parts of 'decoder.layers.mlp.linear_fc1.weight",
+        ),
+        (b"linear_fc1.weight|0,96,0", b"linear_fc1.weight|0,9600", "parts of one tensor as 'decoder.layers.mlp.linear"),
+    ],
+)
+def test_a_damaged_checkpoint_of_a_run_is_named(old, new, named, tiny, converted, tmp_path):
+    folder = run_checkpoint(converted, tmp_path / "policy")
+    megatron_to_hf(folder, tmp_path / "back", like=tiny)
+    assert_same(tensors_of(tmp_path / "back"), tensors_of(tiny))
+    path = folder / "rank_00000.safetensors"
+    assert path.read_bytes().count(old) == 1
+    path.write_bytes(path.read_bytes().replace(old, new))
+    with pytest.raises(UserError, match=named):
+        megatron_to_hf(folder, tmp_path / "other", like=tiny)
+
+
 def test_two_conversions_at_once(tiny, tmp_path, monkeypatch):
     read = hf_files.HFFolder.read
 

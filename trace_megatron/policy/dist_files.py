@@ -7,6 +7,8 @@ it: layers and experts are numbered along leading axes of one tensor, and all of
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -105,8 +107,10 @@ class MegatronFolder:
                         f"expected shape {expected} of '{key}' in '{self._folder}', found {found}: "
                         "config.json is of another model"
                     )
-                num_found = sum(torch.Size(part.shape).numel() for part in self._parts_of(key, lead))
-                if num_found != torch.Size(found[len(lead) :]).numel():
+                parts = self._parts_of(key, lead)
+                num_found = sum(math.prod(part.shape) for part in parts)
+                twice = any(one.overlaps(other) for one, other in itertools.combinations(parts, 2))
+                if num_found != math.prod(found[len(lead) :]) or twice:
                     raise UserError(f"expected all parts of '{key}' in '{self._folder}', found some: save it again")
             used.update(pair for keys in checkpoint_keys(weight) for pair in keys)
         for key in self._sizes:

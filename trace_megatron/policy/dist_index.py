@@ -56,6 +56,11 @@ class Part:
     def from_json(cls, values: dict[str, Any]) -> Part:
         return cls(**{**values, "offset": tuple(values["offset"]), "shape": tuple(values["shape"])})
 
+    def overlaps(self, other: Part) -> bool:
+        """Whether both hold some element of the tensor."""
+        sides = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        return all(a < b + m and b < a + n for a, n, b, m in sides)
+
 
 def part_to_json(part: Part) -> dict[str, Any]:
     """The inverse of ``Part.from_json``."""
@@ -194,6 +199,8 @@ def read_index(folder: Path) -> tuple[dict[str, list[Part]], dict[str, tuple[int
                 where = (place.relative_path, place.offset, place.length)
                 if not isinstance(place.relative_path, str) or min(where[1:]) < 0:
                     raise ValueError(f"'{key}' at {where}")
+                if not len(chunk.offsets) == len(chunk.sizes) == len(entry.size):
+                    raise ValueError(f"a part of '{key}' at {chunk.offsets} of shape {chunk.sizes}")
                 parts[key].append(
                     Part(key, tuple(chunk.offsets), tuple(chunk.sizes), str(dtype).removeprefix("torch."), *where)
                 )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from trace_megatron.errors import UserError
 from trace_megatron.policy.dist_files import MegatronFolder
@@ -53,13 +54,16 @@ class RunCheckpoint(MegatronFolder):
         for path in (self._folder / name for name in sorted(files)):
             for part in _stored_parts(path):
                 parts[part.key].append(part)
-        sizes = {
-            key: tuple(
-                max(ends) for ends in zip(*(map(sum, zip(p.offset, p.shape, strict=True)) for p in own), strict=True)
-            )
-            for key, own in parts.items()
-        }
-        return parts, sizes
+        return parts, {key: self._whole_shape(own) for key, own in parts.items()}
+
+    def _whole_shape(self, parts: list[Part]) -> tuple[int, ...]:
+        try:
+            ends = [map(sum, zip(part.offset, part.shape, strict=True)) for part in parts]
+            return tuple(map(max, zip(*ends, strict=True)))
+        except ValueError as error:
+            raise UserError(
+                f"expected parts of one tensor as '{parts[0].key}' in '{self._folder}', found others: copy it again"
+            ) from error
 
     def _read(self, part: Part, target: torch.Tensor) -> None:
         with (self._folder / part.file).open("rb", buffering=0) as file:
@@ -71,6 +75,8 @@ def _stored_parts(path: Path) -> list[Part]:
     """Weights of one file, by the header of safetensors: its length in 8 bytes, then JSON."""
     parts = []
     try:
+        with safe_open(path, framework="pt"):
+            pass  # the library checks that shapes and places agree
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
@@ -82,6 +88,6 @@ def _stored_parts(path: Path) -> list[Part]:
             shape = (1,) * (len(offset) - len(entry["shape"])) + tuple(entry["shape"])
             start, end = (8 + length + place for place in entry["data_offsets"])
             parts.append(Part(key, offset, shape, _DTYPES[entry["dtype"]], path.name, start, end - start))
-    except (struct.error, ValueError, KeyError, MemoryError) as error:
+    except (SafetensorError, ValueError, KeyError) as error:
         raise UserError(f"expected safetensors of a checkpoint in '{path}', found: {error}: copy it again") from error
     return parts
