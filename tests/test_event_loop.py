@@ -9,6 +9,14 @@ import pytest
 from trace_megatron.event_loop import EventLoop
 
 
+@pytest.fixture
+def heeds_interrupts():
+    """Python's own way, also where the tests were started in the background of a shell, which ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_what_was_started_goes_on_while_the_caller_works():
     with EventLoop() as loop:
         steps: list[str] = []
@@ -28,7 +36,7 @@ def test_what_was_started_goes_on_while_the_caller_works():
         assert loop.run(asyncio.sleep(0, "value")) == "value"
 
 
-def test_an_interrupted_wait_cancels_and_the_loop_goes_on():
+def test_an_interrupted_wait_cancels_and_the_loop_goes_on(heeds_interrupts):
     ended = threading.Event()
 
     async def wait():
