@@ -211,5 +211,5 @@ def test_bad_input_is_refused(params, message, tmp_path, monkeypatch):
 def test_concurrency_follows_the_workers(bubblewrap):
     limited = build_environment(EnvConfig("python_tool", {"workers": 3}))
     assert limited.unlimited.max_concurrency == limited.max_concurrency == 3
-    assert build_environment(EnvConfig("python_tool", {"workers": 3}, max_concurrency=5))._max_concurrency == 5
+    assert build_environment(EnvConfig("python_tool", {"workers": 3}, max_concurrency=5)).max_concurrency == 5
     asyncio.run(limited.close())
