@@ -26,8 +26,9 @@ def check_config(config: Config) -> None:
     check_engine(config)
     if not config.env.urls:
         _check_tasks(config)
-    check_parallel(read_hf_config(config.policy.model), config.policy)
-    check_offload(config)
+    model = read_hf_config(config.policy.model)
+    check_parallel(model, config.policy)
+    check_offload(config, model.num_layers)
     rollout, loss = config.rollout, config.loss
     if rollout.top_p < 1 and loss.old_logprobs == "bypass":
         raise UserError(

@@ -167,14 +167,13 @@ def test_offload_options_are_megatrons(monkeypatch, tmp_path):
     config = model.build_transformer_config(hf, layers)
     assert config.cpu_offloading and config.cpu_offloading_activations and config.cpu_offloading_weights
     assert config.cpu_offloading_num_layers == 2
-    with pytest.raises(UserError, match=r"expected policy.offload_layers below the model's 3 layers, found 3"):
-        model.build_transformer_config(hf, PolicyConfig(offload_layers=3))
 
 
 @pytest.mark.parametrize(
     ("policy", "share", "colocated", "sentence"),
     [
-        ({"offload_layers": -1}, 0.0, False, "expected policy.offload_layers of at least 0, found -1"),
+        ({"offload_layers": -1}, 0.0, False, "from 0 to below the model's 3 layers, found -1"),
+        ({"offload_layers": 3}, 0.0, False, "from 0 to below the model's 3 layers, found 3"),
         ({"offload_layers": 1, "pipeline_parallel": 2}, 0.0, False, "policy.offload_layers=1, found 2 and none"),
         ({"offload_layers": 1, "recompute": "full"}, 0.0, False, "policy.offload_layers=1, found 1 and full"),
         ({"offload_weights": True}, 0.0, False, "expected policy.offload_layers above 0 with policy.offload_weights"),
@@ -193,4 +192,4 @@ def test_what_cannot_be_offloaded_together_is_refused(policy, share, colocated, 
         engine=EngineConfig(colocated=colocated),
     )
     with pytest.raises(UserError, match=sentence):
-        offload.check_offload(config)
+        offload.check_offload(config, 3)

@@ -164,9 +164,8 @@ def _environment(name: str, config: Config, own: Mapping[str, Any]) -> EnvConfig
             "use a configuration like configs/hotpotqa.yaml"
         )
     base = config.env if config.env.name == name else EnvConfig(name)
-    return _with_examples(
-        replace(base, name=name, params={**params, **own}, urls=()), config
-    )  # servers have the run's tasks
+    own_tasks = replace(base, name=name, params={**params, **own}, urls=())  # servers have the run's
+    return _with_examples(own_tasks, config)
 
 
 def _with_examples(env: EnvConfig, config: Config) -> EnvConfig:

@@ -14,6 +14,7 @@ from trace_megatron.plan.memory import num_parameters
 from trace_megatron.plan.timing import step_time, workload
 from trace_megatron.policy.hf_config import HFModelConfig, read_hf_config
 from trace_megatron.policy.layout import check_parallel
+from trace_megatron.policy.offload import check_offload
 
 _PROPOSED = 3
 
@@ -30,6 +31,7 @@ def describe_plan(config: Config) -> Iterator[str]:
             raise UserError(f"expected plan.{name} of at least 0 (0: half of the rollouts' limit), found {tokens:g}")
     device = device_named(config.plan.device)
     check_parallel(hf, config.policy)
+    check_offload(config, hf.num_layers)
     memory = device_memory(hf, predictor, config, device)
     if not memory.fits:
         raise UserError(

@@ -107,7 +107,7 @@ def build_transformer_config(hf: HFModelConfig, policy: PolicyConfig) -> Transfo
         calculate_per_token_loss=True,  # the loss comes with global weights already: no division per micro-batch
         **_experts(hf, policy, on_gpu),
         **_recompute(policy.recompute),
-        **transformer_options(policy, hf.num_layers),
+        **transformer_options(policy),
     )
 
 

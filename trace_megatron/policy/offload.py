@@ -20,11 +20,17 @@ MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "exp
 """Megatron-Core's names of what ``policy.offload_modules`` may hold."""
 
 
-def check_offload(config: Config) -> None:
-    """Raise UserError for what Megatron-Core cannot offload together. Devices are looked for when a rank starts."""
+def check_offload(config: Config, num_layers: int) -> None:
+    """Raise UserError for what Megatron-Core cannot offload of a model of so many layers, or not together.
+
+    Devices are looked for when a rank starts.
+    """
     policy, share = config.policy, config.optimizer.offload_share
-    if policy.offload_layers < 0:
-        raise UserError(f"expected policy.offload_layers of at least 0, found {policy.offload_layers}")
+    if not 0 <= policy.offload_layers < num_layers:
+        raise UserError(
+            f"expected policy.offload_layers from 0 to below the model's {num_layers} layers, found "
+            f"{policy.offload_layers}"
+        )
     if policy.offload_layers and (policy.pipeline_parallel > 1 or policy.recompute != "none"):
         raise UserError(
             f"expected policy.pipeline_parallel=1 and policy.recompute=none with policy.offload_layers="
@@ -55,15 +61,11 @@ def check_offload(config: Config) -> None:
         )
 
 
-def transformer_options(policy: PolicyConfig, num_layers: int) -> dict:
+def transformer_options(policy: PolicyConfig) -> dict:
     """Of Megatron's TransformerConfig."""
     options: dict = {}
     if policy.offload_layers:
         _need(f"policy.offload_layers={policy.offload_layers}")
-        if policy.offload_layers >= num_layers:
-            raise UserError(
-                f"expected policy.offload_layers below the model's {num_layers} layers, found {policy.offload_layers}"
-            )
         options = {
             "cpu_offloading": True,
             "cpu_offloading_num_layers": policy.offload_layers,
