@@ -1,5 +1,6 @@
 """Conversion of small models: bit by bit through every layout, and what interrupted or wrong input does."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -17,10 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.tiny_models import CLASSES, write_tiny_model
 from trace_megatron.errors import UserError
-from trace_megatron.policy import convert, dist_files, dist_index, hf_files
+from trace_megatron.policy import convert, dist_files, dist_index, hf_files, rows
 from trace_megatron.policy.convert import hf_to_megatron, megatron_to_hf
 from trace_megatron.policy.hf_config import read_hf_config
 from trace_megatron.policy.names import ParallelSizes, model_weights
+from trace_megatron.policy.rows import Rows, read_tensor
 from trace_megatron.policy.stored_tensor import Window, stored_tensor
 
 LAYOUTS = [(tp, pp) for tp, pp in itertools.product(range(1, 5), repeat=2) if tp * pp <= 4]
@@ -43,7 +45,8 @@ def write_family(folder: Path, family: str, **options) -> Path:
 
 
 @pytest.mark.parametrize("family", CLASSES)
-def test_there_and_back_at_every_layout(family, tmp_path):
+def test_there_and_back_at_every_layout(family, tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "_BLOCK_BYTES", 1500)  # several blocks of a tensor, some of a single row
     variants = [
         {"tied": True, "vocab": 261, "kv_heads": 1},  # padded rows; one key-value head for up to four ranks
         {"tied": False, "vocab": 264, "kv_heads": 12, "dtype": torch.bfloat16},
@@ -103,6 +106,9 @@ def test_an_existing_target_is_refused(tiny, tmp_path):
 
 def test_a_full_disk_is_told_before_anything_is_written(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    (tmp_path / ".m.partial").mkdir()
+    with (tmp_path / ".m.partial" / "interrupted").open("w") as file:
+        file.truncate(10**10)  # all of it a hole: nothing is there
     with pytest.raises(UserError, match="free disk"):
         hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
     assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
@@ -116,23 +122,28 @@ def test_a_layout_that_the_shapes_forbid(sizes, named, tiny, tmp_path):
 
 
 KILLED = """
-import os, signal, sys
+import os, signal, sys, time
+from pathlib import Path
 from trace_megatron.policy import convert, hf_files, dist_files
 from trace_megatron.policy.convert import hf_to_megatron, megatron_to_hf
 from trace_megatron.policy.names import ParallelSizes
 
 convert._COMMIT_BYTES = 100_000
 reader, num_left = {"hf": hf_files.HFFolder, "megatron": dist_files.MegatronFolder}[sys.argv[1]], int(sys.argv[4])
-read = reader.read
+rows = reader.rows
+target = Path(sys.argv[3])
+journal = target.with_name(f".{target.name}.partial") / "conversion.jsonl"
 
-def read_until_killed(self, weight):
+def rows_until_killed(self, weight, stack):
     global num_left
     num_left -= 1
     if num_left < 0:
+        while not (journal.exists() and journal.stat().st_size):  # something is on the disk
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-    return read(self, weight)
+    return rows(self, weight, stack)
 
-reader.read = read_until_killed
+reader.rows = rows_until_killed
 if sys.argv[1] == "hf":
     hf_to_megatron(sys.argv[2], sys.argv[3], ParallelSizes(2, 1))
 else:
@@ -158,9 +169,9 @@ def test_a_killed_conversion_goes_on(source, tiny, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="other options or a changed source"):
         hf_to_megatron(tiny, target, ParallelSizes(1, 1))
     reader = hf_files.HFFolder if source == "hf" else dist_files.MegatronFolder
-    reads, read = [], reader.read
+    reads, find = [], reader.rows
     with monkeypatch.context() as patch:
-        patch.setattr(reader, "read", lambda self, weight: (reads.append(weight), read(self, weight))[1])
+        patch.setattr(reader, "rows", lambda self, weight, stack: (reads.append(weight), find(self, weight, stack))[1])
         if source == "hf":
             hf_to_megatron(folder, target, ParallelSizes(2, 1))
         else:
@@ -174,11 +185,11 @@ def test_a_killed_conversion_goes_on(source, tiny, tmp_path, monkeypatch):
 
 
 def test_a_changed_source_does_not_go_on(tiny, tmp_path, monkeypatch):
-    def fail(self, weight):
+    def fail(self, weight, stack):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(hf_files.HFFolder, "read", fail)
+        patch.setattr(hf_files.HFFolder, "rows", fail)
         with pytest.raises(KeyboardInterrupt):
             hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
     os.utime(tiny / "model.safetensors", (1, 1))
@@ -269,6 +280,21 @@ def test_a_wrong_checkpoint_is_named_and_leaves_nothing(spoil, named, converted,
     assert not (tmp_path / "back").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_a_part_that_was_saved_as_a_view(converted, tiny, tmp_path):
+    parts = dist_index.read_index(converted)[0]
+    stored = [part for own in parts.values() for part in own]
+    (part,) = (p for p in parts["decoder.layers.self_attention.linear_proj.weight"] if p.offset == (1, 0, 32))
+    columns = torch.load(io.BytesIO((converted / part.file).read_bytes()[part.start : part.start + part.length]))
+    saved = io.BytesIO()
+    torch.save(columns.transpose(1, 2).contiguous().transpose(1, 2), saved)
+    (converted / "view.distcp").write_bytes(saved.getbuffer())
+    moved = dataclasses.replace(part, file="view.distcp", start=0, length=len(saved.getbuffer()))
+    others = [other for other in stored if other != part]
+    (converted / ".metadata").write_bytes(dist_index.index_bytes([*others, moved]))
+    megatron_to_hf(converted, tmp_path / "back")
+    assert_same(tensors_of(tmp_path / "back"), tensors_of(tiny))
+
+
 def run_checkpoint(converted: Path, folder: Path) -> Path:
     """The same parts as a run's own checkpoint holds them."""
     tensors = {}
@@ -306,16 +332,26 @@ def test_a_damaged_checkpoint_of_a_run_is_named(old, new, named, tiny, converted
         megatron_to_hf(folder, tmp_path / "other", like=tiny)
 
 
-def test_two_conversions_at_once(tiny, tmp_path, monkeypatch):
-    read = hf_files.HFFolder.read
+def test_parts_of_one_tensor_in_two_dtypes_are_refused(tiny, converted, tmp_path):
+    path = run_checkpoint(converted, tmp_path / "policy") / "rank_00000.safetensors"
+    tensors = load_file(path)
+    name = "decoder.layers.mlp.linear_fc1.weight|0,96,0"
+    save_file(tensors | {name: tensors[name].bfloat16()}, path)
+    (path.parent / "policy.json").write_text(json.dumps({"files": {path.name: path.stat().st_size}}))
+    with pytest.raises(UserError, match=r"all parts of 'decoder\.layers\.mlp\.linear_fc1"):
+        megatron_to_hf(path.parent, tmp_path / "back", like=tiny)
 
-    def second_meanwhile(self, weight):
-        monkeypatch.setattr(hf_files.HFFolder, "read", read)
+
+def test_two_conversions_at_once(tiny, tmp_path, monkeypatch):
+    find = hf_files.HFFolder.rows
+
+    def second_meanwhile(self, weight, stack):
+        monkeypatch.setattr(hf_files.HFFolder, "rows", find)
         with pytest.raises(UserError, match="at work"):
             hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
-        return read(self, weight)
+        return find(self, weight, stack)
 
-    monkeypatch.setattr(hf_files.HFFolder, "read", second_meanwhile)
+    monkeypatch.setattr(hf_files.HFFolder, "rows", second_meanwhile)
     hf_to_megatron(tiny, tmp_path / "m", ParallelSizes())
     megatron_to_hf(tmp_path / "m", tmp_path / "back")
     assert_same(tensors_of(tmp_path / "back"), tensors_of(tiny))
@@ -356,11 +392,8 @@ def test_a_stored_tensor_is_found_without_its_numbers(saved, readable, tmp_path)
         assert (found is not None) == readable
         if readable:
             shape, dtype, start = found
-            target = torch.zeros(shape[0], 2 * shape[1], dtype=dtype)
-            columns = target[:, shape[1] :]  # row by row, into some columns of a whole
-            file.seek(len(b"before") + start)
-            hf_files.read_into(file, columns)
-            assert torch.equal(columns, saved) and not target[:, : shape[1]].any()
-            hf_files.read_into(file, torch.zeros(0, 3))
+            rows = Rows.at(file, len(b"before") + start, shape, dtype.itemsize)
+            assert torch.equal(read_tensor(rows, shape, dtype), saved)
+            beyond = Rows.at(file, 0, (10**4, 2), dtype.itemsize)
             with pytest.raises(UserError, match="more bytes in"):
-                hf_files.read_into(file, torch.zeros(10**4, 2)[:, :1])
+                read_tensor(beyond, (10**4, 2), dtype)

@@ -1,4 +1,4 @@
-"""Hugging Face folder -> Megatron-Core distributed checkpoint, and back: a stream of tensors between two folders.
+"""Hugging Face folder -> Megatron-Core distributed checkpoint, and back: rows copied between the files of two folders.
 
 A conversion works in a hidden folder beside its target, which it renames when everything is there. One that was
 interrupted goes on from there; one that failed on bad input removes it.
@@ -12,11 +12,12 @@ import math
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -24,16 +25,19 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from trace_megatron.errors import UserError
 from trace_megatron.log import say
 from trace_megatron.policy.dist_files import MegatronFolder, MegatronWriter
-from trace_megatron.policy.dist_index import Part, part_to_json
 from trace_megatron.policy.hf_config import HFModelConfig, read_hf_config
 from trace_megatron.policy.hf_files import HFFolder, HFWriter, copy_companions
 from trace_megatron.policy.layout import check_tensor_parallel
 from trace_megatron.policy.names import ParallelSizes, Weight, checkpoint_keys, exported_weights, model_weights
+from trace_megatron.policy.rows import Rows, copy_rows
 from trace_megatron.policy.run_checkpoint import RunCheckpoint, is_run_checkpoint
 from trace_megatron.types import TensorInfo
 
 _COMMIT_BYTES = 2**29
-"""After this much a stretch goes to the disk and into the journal; an interruption loses two of them at most."""
+"""After this much a stretch goes to the disk and into the journal; an interruption loses two of them at most, and the
+weights ahead."""
+_NUM_COPYING, _NUM_AHEAD = 2, 16
+"""Threads, of which one leaves a fast disk waiting, and weights that are copied or wait for a thread."""
 _SPARE_BYTES = 2**26
 """For index, tokenizer and what torch writes around a tensor."""
 _DESCRIPTION, _JOURNAL = "conversion.json", "conversion.jsonl"
@@ -51,15 +55,17 @@ def hf_to_megatron(source: str | Path, target: str | Path, ranks: ParallelSizes)
     folder = HFFolder(source, model_weights(hf))
     _check_dtypes(folder, weights, source)
     sizes = [sum(folder.dtype(name).itemsize * math.prod(shape) for name, shape in w.hf.items()) for w in weights]
-    description = {"to": "megatron", "ranks": [ranks.tensor, ranks.pipeline, ranks.expert], "source": folder.stamp()}
+    dtypes = [folder.dtype(next(iter(weight.hf))) for weight in weights]
+    layout = [ranks.tensor, ranks.pipeline, ranks.expert]
+    # torch's version, as what it writes around a tensor decides where the next one lies
+    description = {"to": "megatron", "ranks": layout, "torch": torch.__version__, "source": folder.stamp()}
     with _work_folder(target, description, sum(sizes)) as work:
-        parts = [Part.from_json(values) for entry in work.done for values in entry]
-        writer = MegatronWriter(work.folder, hf, ranks, parts)
-
-        def write(weight: Weight, tensors: list[torch.Tensor]) -> list[dict[str, Any]]:
-            return [part_to_json(part) for part in writer.write(weight, tensors)]
-
-        _stream(weights, sizes, folder.read, write, writer, work)
+        writer = MegatronWriter(work.folder, hf, ranks)
+        for weight, dtype in zip(weights[: work.num_done], dtypes, strict=False):
+            writer.skip(weight, dtype)
+        waiting = zip(weights[work.num_done :], dtypes[work.num_done :], strict=True)
+        targets = (writer.place(weight, dtype) for weight, dtype in waiting)
+        _stream(weights, sizes, folder.rows, targets, writer.open_files, work)
         writer.write_extra_states()
         writer.close()
         copy_companions(source, work.folder, dtype=None)
@@ -82,49 +88,31 @@ def megatron_to_hf(source: str | Path, target: str | Path, like: str | Path | No
     infos = [TensorInfo(name, shape, folder.dtype(weight)) for weight in weights for name, shape in weight.hf.items()]
     sizes = [sum(folder.dtype(w).itemsize * math.prod(shape) for shape in w.hf.values()) for w in weights]
     with _work_folder(target, {"to": "hf", "source": folder.stamp()}, sum(sizes)) as work:
-        writer = HFWriter(work.folder, infos, num_done=sum(len(weight.hf) for weight in weights[: len(work.done)]))
-
-        def write(weight: Weight, tensors: list[torch.Tensor]) -> list[dict[str, Any]]:
-            for name, tensor in zip(weight.hf, tensors, strict=True):
-                writer.write(name, tensor)
-            return []
-
-        _stream(weights, sizes, folder.read, write, writer, work)
+        num_done = sum(len(weight.hf) for weight in weights[: work.num_done])
+        writer = HFWriter(work.folder, infos, num_done)
+        waiting = iter(infos[num_done:])
+        targets = ([writer.place(info) for info in islice(waiting, len(w.hf))] for w in weights[work.num_done :])
+        _stream(weights, sizes, folder.rows, targets, writer.open_files, work)
         writer.close()
         dtypes = {info.dtype for info in infos}
         copy_companions(like, work.folder, dtypes.pop() if len(dtypes) == 1 else None)
 
 
-class _Writer(Protocol):
-    def open_files(self) -> list[int]:
-        """Descriptors of the files that were written to and are not known to be on the disk."""
-        ...
-
-
 class _Work:
     """The hidden folder, and the journal of the weights that it holds."""
 
-    def __init__(self, folder: Path, done: list[Any]):
+    def __init__(self, folder: Path, num_done: int):
         self.folder = folder
-        self.done = done
-        """Per weight that is there, what its writer noted."""
-        self._new: list[Any] = []
+        self.num_done = num_done
+        """As many of the first weights are there."""
 
-    def note(self, entry: Any) -> None:
-        self._new.append(entry)
-
-    def take_noted(self) -> list[Any]:
-        """What was noted since the last call."""
-        noted, self._new = self._new, []
-        return noted
-
-    def commit(self, entries: list[Any], descriptors: Sequence[int]) -> None:
-        """Bring the files to the disk, close the descriptors, and make the entries count."""
+    def commit(self, weights: Sequence[Weight], descriptors: Sequence[int]) -> None:
+        """Bring the files to the disk, close the descriptors, and make the weights count."""
         for descriptor in descriptors:
             os.fdatasync(descriptor)
             os.close(descriptor)
         with (self.folder / _JOURNAL).open("a") as journal:
-            journal.writelines(json.dumps(entry) + "\n" for entry in entries)
+            journal.writelines(f"{weight.megatron[0]}\n" for weight in weights)
             journal.flush()
             os.fsync(journal.fileno())
 
@@ -141,10 +129,10 @@ def _work_folder(target: Path, description: dict[str, Any], num_bytes: int) -> I
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"expected no other conversion into '{target}', found one at work: wait for it") from None
-        done = _resume(file, folder, description, target)
+        num_done = _resume(file, folder, description, target)
         try:
             _check_disk(folder, num_bytes)
-            yield _Work(folder, done)
+            yield _Work(folder, num_done)
             (folder / _JOURNAL).unlink(missing_ok=True)
             (folder / _DESCRIPTION).unlink()
         except UserError:  # it would fail again
@@ -156,14 +144,14 @@ def _work_folder(target: Path, description: dict[str, Any], num_bytes: int) -> I
         os.rename(folder, target)
 
 
-def _resume(file: Any, folder: Path, description: dict[str, Any], target: Path) -> list[Any]:
-    """The journal of an interrupted conversion of the same kind; else start one."""
+def _resume(file: Any, folder: Path, description: dict[str, Any], target: Path) -> int:
+    """How many weights are there of an interrupted conversion of the same kind; else start one."""
     file.seek(0)
     text, expected = file.read(), json.dumps(description)
     if not text:
         file.write(expected)
         file.flush()
-        return []
+        return 0
     if text != expected:
         raise UserError(
             f"expected the rest of an interrupted conversion into '{target}', found other options or a changed source: "
@@ -171,18 +159,19 @@ def _resume(file: Any, folder: Path, description: dict[str, Any], target: Path) 
         )
     journal = folder / _JOURNAL
     if not journal.is_file():
-        return []
+        return 0
     text = journal.read_text()
     whole = text[: text.rfind("\n") + 1]
     if whole != text:  # the disk was full, or the end came, within a line
         os.truncate(journal, len(whole.encode()))
-    lines = whole.splitlines()
-    say(f"going on with the interrupted conversion in '{folder}': {len(lines)} parameters are there")
-    return [json.loads(line) for line in lines]
+    num_done = whole.count("\n")
+    say(f"going on with the interrupted conversion in '{folder}': {num_done} parameters are there")
+    return num_done
 
 
 def _check_disk(folder: Path, num_bytes: int) -> None:
-    needed = num_bytes + _SPARE_BYTES - sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    blocks = sum(path.stat().st_blocks for path in folder.iterdir() if path.is_file())  # files have holes
+    needed = num_bytes + _SPARE_BYTES - 512 * blocks
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise UserError(
@@ -193,38 +182,45 @@ def _check_disk(folder: Path, num_bytes: int) -> None:
 def _stream(
     weights: Sequence[Weight],
     sizes: Sequence[int],
-    read: Callable[[Weight], list[torch.Tensor]],
-    write: Callable[[Weight, list[torch.Tensor]], list[dict[str, Any]]],
-    writer: _Writer,
+    source: Callable[[Weight, ExitStack], list[Rows]],
+    targets: Iterable[list[Rows]],
+    open_files: Callable[[], list[int]],
     work: _Work,
 ) -> None:
-    """Read the next weight and bring the last stretch to the disk while one is written."""
-    num_done = len(work.done)
+    """Copy each weight that is not there from where ``source`` says to the next of ``targets``, several at a time."""
+
+    def copy(weight: Weight, target: list[Rows]) -> None:
+        with ExitStack() as stack:
+            for stored, written in zip(source(weight, stack), target, strict=True):
+                copy_rows(stored, written)
+
+    waiting = weights[work.num_done :]
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with (
-        ThreadPoolExecutor(1) as reading,
         ThreadPoolExecutor(1) as syncing,
+        ThreadPoolExecutor(_NUM_COPYING) as copying,
         Progress(TextColumn("{task.description}"), *columns) as progress,
     ):
-        task = progress.add_task("converting", total=sum(sizes), completed=sum(sizes[:num_done]))
-        uncommitted, pending = 0, None
-        waiting = deque(weights[num_done:])
-        ahead = reading.submit(read, waiting.popleft()) if waiting else None
-        for weight, size in zip(weights[num_done:], sizes[num_done:], strict=True):
-            tensors = ahead.result()
-            ahead = reading.submit(read, waiting.popleft()) if waiting else None
-            work.note(write(weight, tensors))
-            del tensors
-            uncommitted += size
-            if uncommitted >= _COMMIT_BYTES:
-                if pending:
-                    pending.result()
-                duplicates = [os.dup(descriptor) for descriptor in writer.open_files()]
-                pending = syncing.submit(work.commit, work.take_noted(), duplicates)
-                uncommitted = 0
-            progress.advance(task, size)
-        if pending:
-            pending.result()
+        task = progress.add_task("converting", total=sum(sizes), completed=sum(sizes[: work.num_done]))
+        try:
+            jobs = zip(waiting, targets, strict=True)
+            ahead = deque(copying.submit(copy, *job) for job in islice(jobs, _NUM_AHEAD))
+            uncommitted, first, pending = 0, 0, None
+            for index, size in enumerate(sizes[work.num_done :]):
+                ahead.popleft().result()
+                ahead.extend(copying.submit(copy, *job) for job in islice(jobs, 1))
+                uncommitted += size
+                if uncommitted >= _COMMIT_BYTES:
+                    if pending:
+                        pending.result()
+                    duplicates = [os.dup(descriptor) for descriptor in open_files()]
+                    pending = syncing.submit(work.commit, waiting[first : index + 1], duplicates)
+                    uncommitted, first = 0, index + 1
+                progress.advance(task, size)
+            if pending:
+                pending.result()
+        finally:
+            copying.shutdown(cancel_futures=True)  # after a failure the rest is in vain
 
 
 def _check_ranks(hf: HFModelConfig, ranks: ParallelSizes) -> None:

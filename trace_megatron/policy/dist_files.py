@@ -10,7 +10,10 @@ import io
 import itertools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -28,18 +31,19 @@ from trace_megatron.policy.dist_index import (
     write_index,
 )
 from trace_megatron.policy.hf_config import HFModelConfig
-from trace_megatron.policy.hf_files import file_stamp, read_into, write_bytes
+from trace_megatron.policy.hf_files import file_stamp
 from trace_megatron.policy.layout import split_layers
 from trace_megatron.policy.names import (
     Layout,
     ParallelSizes,
+    RowRun,
     Weight,
     checkpoint_keys,
     expert_owner,
-    from_shards,
-    to_shard,
+    row_runs,
 )
-from trace_megatron.policy.stored_tensor import Window, stored_tensor
+from trace_megatron.policy.rows import Piece, Rows, TargetFile, read_tensor, write_tensor
+from trace_megatron.policy.stored_tensor import Window, frame, stored_tensor
 
 _MODEL_KEYS = ("decoder.", "embedding.", "output_layer.")
 _EXTRA_STATE = "_extra_state"
@@ -55,13 +59,24 @@ class MegatronFolder:
         """Raises UserError that names the file or tensor that is missing, left over, cut, or of another shape."""
         self._folder, self._hf = Path(folder), hf
         self._parts, self._sizes = self._read_index()
+        self._grouped: dict[tuple[str, int], dict[tuple[int, ...], list[Part]]] = {}
         self._check(weights)
 
     def read(self, weight: Weight) -> list[torch.Tensor]:
         """The HF tensors of one weight."""
-        keys = self._keys(weight)
-        tensors = [self._assemble(key, lead) for key, lead in keys]
-        return tensors if len(keys) > 1 else from_shards(weight, tensors, self._hf)
+        with ExitStack() as stack:
+            stored = zip(self.rows(weight, stack), weight.hf.values(), strict=True)
+            return [read_tensor(rows, shape, self.dtype(weight)) for rows, shape in stored]
+
+    def rows(self, weight: Weight, stack: ExitStack) -> list[Rows]:
+        """Where the HF tensors of one weight lie, in files that ``stack`` closes."""
+        itemsize = self.dtype(weight).itemsize
+        pieces: list[list[Piece]] = [[] for _ in weight.hf]
+        for (key, lead), runs in zip(self._keys(weight), self._runs(weight), strict=True):
+            for part in self._parts_of(key, lead):
+                file, start = self._open(part, stack)
+                _add_pieces(pieces, runs, part, len(lead), itemsize, file, start)
+        return [Rows.of(shape, itemsize, own) for shape, own in zip(weight.hf.values(), pieces, strict=True)]
 
     def dtype(self, weight: Weight) -> torch.dtype:
         key, lead = self._keys(weight)[0]
@@ -89,8 +104,19 @@ class MegatronFolder:
         key = checkpoint_keys(weight)[0][0]
         raise UserError(f"expected '{key}' in '{self._folder}', found none: config.json is of another model")
 
+    def _runs(self, weight: Weight) -> list[list[RowRun]]:
+        """The rows of each of ``_keys``."""
+        if len(self._keys(weight)) == 1:
+            return [row_runs(weight, self._hf)]
+        return [[RowRun(index, 0, 0, shape[0])] for index, shape in enumerate(weight.hf.values())]
+
     def _parts_of(self, key: str, lead: tuple[int, ...]) -> list[Part]:
-        return [part for part in self._parts[key] if part.offset[: len(lead)] == lead]
+        groups = self._grouped.get((key, len(lead)))
+        if groups is None:
+            groups = self._grouped[key, len(lead)] = defaultdict(list)
+            for part in self._parts[key]:
+                groups[part.offset[: len(lead)]].append(part)
+        return groups[lead]
 
     def _check(self, weights: Sequence[Weight]) -> None:
         used = set()
@@ -110,8 +136,12 @@ class MegatronFolder:
                 parts = self._parts_of(key, lead)
                 num_found = sum(math.prod(part.shape) for part in parts)
                 twice = any(one.overlaps(other) for one, other in itertools.combinations(parts, 2))
-                if num_found != math.prod(found[len(lead) :]) or twice:
-                    raise UserError(f"expected all parts of '{key}' in '{self._folder}', found some: save it again")
+                mixed = len({part.dtype for part in parts}) > 1
+                if num_found != math.prod(found[len(lead) :]) or twice or mixed:
+                    raise UserError(
+                        f"expected all parts of '{key}' in '{self._folder}', each once and of one dtype, found others: "
+                        "save it again"
+                    )
             used.update(pair for keys in checkpoint_keys(weight) for pair in keys)
         for key in self._sizes:
             if key.startswith(_MODEL_KEYS) and key not in used and _EXTRA_STATE not in key:
@@ -121,103 +151,110 @@ class MegatronFolder:
             if not file.is_file() or file.stat().st_size < part.start + part.length:
                 raise UserError(f"expected '{part.key}' in '{file}', found it missing or cut: copy it again")
 
-    def _assemble(self, key: str, lead: tuple[int, ...]) -> torch.Tensor:
-        parts = self._parts_of(key, lead)
-        whole = torch.empty(self._sizes[key][len(lead) :], dtype=getattr(torch, parts[0].dtype))
-        for part in parts:
-            starts, sizes = part.offset[len(lead) :], part.shape[len(lead) :]
-            self._read(part, whole[tuple(slice(a, a + size) for a, size in zip(starts, sizes, strict=True))])
-        return whole
-
-    def _read(self, part: Part, target: torch.Tensor) -> None:
-        """Fill ``target``, of the part's shape without leading ones."""
+    def _open(self, part: Part, stack: ExitStack) -> tuple[BinaryIO, int]:
+        """A file, and where in it the part's numbers begin."""
         path = self._folder / part.file
+        file = stack.enter_context(path.open("rb", buffering=0))
+        stored = Window(file, part.start, part.length)
         try:
-            with path.open("rb", buffering=0) as file:
-                stored = Window(file, part.start, part.length)
-                found = stored_tensor(stored)
-                if found is None:  # a view, or of another kind: torch knows
-                    stored.seek(0)
-                    tensor = torch.load(stored, map_location="cpu", weights_only=True)
-                    shape, dtype = tuple(tensor.shape), tensor.dtype
-                else:
-                    shape, dtype, start = found
-                if shape != part.shape or dtype is not target.dtype:
-                    raise UserError(
-                        f"expected {target.dtype} {part.shape} of '{part.key}' in '{path}', found {dtype} {shape}: "
-                        "copy it again"
-                    )
-                if found is None:
-                    target.copy_(tensor.view(target.shape))
-                else:  # straight to its place: torch.load took five times as long through a part of a file
-                    file.seek(part.start + start)
-                    read_into(file, target)
+            found = stored_tensor(stored)
+            if found is None:  # a view, or of another kind: torch knows, and a file in memory stands in
+                stored.seek(0)
+                tensor = torch.load(stored, map_location="cpu", weights_only=True)
+                shape, dtype, start = tuple(tensor.shape), tensor.dtype, 0
+                file = stack.enter_context(TargetFile(os.memfd_create(part.key)))
+                write_tensor(Rows.at(file, 0, (*shape, 1), dtype.itemsize), tensor)
+            else:
+                shape, dtype, start = found
+                start += part.start
         except (RuntimeError, *BROKEN_PICKLE) as error:
             found = first_line(error)
             raise UserError(f"expected '{part.key}' in '{path}', found broken data: {found}: copy it again") from error
+        if shape != part.shape or str(dtype) != f"torch.{part.dtype}":
+            raise UserError(
+                f"expected {part.dtype} {part.shape} of '{part.key}' in '{path}', found {dtype} {shape}: copy it again"
+            )
+        return file, start
 
 
 class MegatronWriter:
-    """Writes the parts of a model in the layout of some ranks, and the index when all are there."""
+    """Places the parts of a model in the layout of some ranks, and writes the index when all are there."""
 
-    def __init__(self, folder: Path, hf: HFModelConfig, ranks: ParallelSizes, parts: Sequence[Part] = ()):
-        """``parts`` are there from a writer that did not come to its end; anything behind them is cut off."""
+    def __init__(self, folder: Path, hf: HFModelConfig, ranks: ParallelSizes):
         self._folder, self._hf, self._ranks = folder, hf, ranks
-        self._parts = list(parts)
-        self._files: dict[str, BinaryIO] = {}
+        self._parts: list[Part] = []
+        self._ends: dict[str, int] = {}
+        self._files: dict[str, TargetFile] = {}
         counts = split_layers(hf, PolicyConfig(pipeline_parallel=ranks.pipeline))
         self._stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
 
-    def write(self, weight: Weight, tensors: list[torch.Tensor]) -> list[Part]:
-        """Store a weight's HF tensors; returns what was stored."""
-        lead, new, size = _lead(weight), [], self._ranks.tensor
-        first = self._stage(weight) * self._ranks.per_stage
-        if weight.expert is not None:  # whole on one rank
-            size, first = 1, first + expert_owner(self._hf, weight.expert, self._ranks.expert)
-        for rank, offset, piece in _cut(weight, tensors, self._hf, size):
-            file = self._file(first + rank)
-            for key in _written_keys(weight, self._hf):
-                stored = piece.view((1,) * len(lead) + piece.shape)
-                new.append(_save(stored, key, (*lead, *offset), file))
-        self._parts += new
-        return new
+    def skip(self, weight: Weight, dtype: torch.dtype) -> None:
+        """The next weight is there, from a writer that did not come to its end."""
+        self._reserve(weight, dtype)
+
+    def place(self, weight: Weight, dtype: torch.dtype) -> list[Rows]:
+        """Where the next weight's HF tensors go; what surrounds them is written."""
+        runs, pieces = row_runs(weight, self._hf), [[] for _ in weight.hf]
+        for part in self._reserve(weight, dtype):
+            file = self._file(part.file, part.start)
+            before, behind = frame(part.shape, dtype)
+            file.write_at(part.start, before)
+            file.write_at(part.start + part.length - len(behind), behind)
+            _add_pieces(pieces, runs, part, len(_lead(weight)), dtype.itemsize, file, part.start + len(before))
+        return [Rows.of(shape, dtype.itemsize, own) for shape, own in zip(weight.hf.values(), pieces, strict=True)]
 
     def write_extra_states(self) -> None:
         """Empty objects that Megatron's layers ask for when they load: Transformer Engine keeps FP8 scales there."""
-        file = self._file(0)
         stored = io.BytesIO()
         torch.save([None], stored)
         for key in _extra_states(self._hf):
-            start = file.seek(0, os.SEEK_END)
-            file.write(stored.getbuffer())
-            self._parts.append(Part(key, (), (), "", Path(file.name).name, start, stored.tell()))
+            part = self._append(Part(key, (), (), "", _file_name(0), 0, len(stored.getbuffer())))
+            self._file(part.file, part.start).write_at(part.start, stored.getbuffer())
 
     def open_files(self) -> list[int]:
-        """Descriptors of what was written to."""
+        """Descriptors of what may not be on the disk yet."""
         return [file.fileno() for file in self._files.values()]
-
-    def flush(self) -> None:
-        """Bring what was written to the disk."""
-        for file in self._files.values():
-            os.fdatasync(file.fileno())
 
     def close(self) -> None:
         """After the last weight: the index, without which the folder is no checkpoint."""
         index = index_bytes(self._parts)  # takes seconds of imports, while the disk is still at work
-        self.flush()
         for file in self._files.values():
+            os.fdatasync(file.fileno())
             file.close()
         write_index(self._folder, index)
 
-    def _file(self, rank: int) -> BinaryIO:
-        name = f"__{rank}_0.distcp"
+    def _reserve(self, weight: Weight, dtype: torch.dtype) -> list[Part]:
+        """The weight's parts, behind all that was placed before: the same places in every run."""
+        lead, new, size = _lead(weight), [], self._ranks.tensor
+        first = self._stage(weight) * self._ranks.per_stage
+        if weight.expert is not None:  # whole on one rank
+            size, first = 1, first + expert_owner(self._hf, weight.expert, self._ranks.expert)
+        for rank, offset, shape in _cuts(weight, size):
+            length = sum(map(len, frame((1,) * len(lead) + shape, dtype))) + dtype.itemsize * math.prod(shape)
+            for key in _written_keys(weight, self._hf):
+                part = Part(
+                    key,
+                    (*lead, *offset),
+                    (1,) * len(lead) + shape,
+                    str(dtype).removeprefix("torch."),
+                    _file_name(first + rank),
+                    0,
+                    length,
+                )
+                new.append(self._append(part))
+        return new
+
+    def _append(self, part: Part) -> Part:
+        """The part at the end of its file."""
+        part = replace(part, start=self._ends.get(part.file, 0))
+        self._ends[part.file] = part.start + part.length
+        self._parts.append(part)
+        return part
+
+    def _file(self, name: str, end: int) -> TargetFile:
+        """What lies behind ``end`` when it is opened is of no use."""
         if name not in self._files:
-            path = self._folder / name
-            path.touch()
-            file = path.open("r+b", buffering=0)
-            file.truncate(max((part.start + part.length for part in self._parts if part.file == name), default=0))
-            file.seek(0, os.SEEK_END)
-            self._files[name] = file
+            self._files[name] = TargetFile.cut(self._folder / name, b"", end)
         return self._files[name]
 
     def _stage(self, weight: Weight) -> int:
@@ -228,6 +265,10 @@ class MegatronWriter:
             if weight.layout is Layout.VOCAB and weight.megatron[0].startswith("embedding.")
             else (self._ranks.pipeline - 1)
         )
+
+
+def _file_name(rank: int) -> str:
+    return f"__{rank}_0.distcp"
 
 
 def _lead(weight: Weight) -> tuple[int, ...]:
@@ -249,63 +290,40 @@ def _written_keys(weight: Weight, hf: HFModelConfig) -> list[str]:
     return keys if before_experts else keys[-1:]
 
 
-def _cut(
-    weight: Weight, tensors: list[torch.Tensor], hf: HFModelConfig, size: int
-) -> Iterator[tuple[int, tuple[int, ...], torch.Tensor]]:
-    """Tensor-parallel rank, offset in the global tensor, and the piece, for all ranks."""
-    if weight.layout is Layout.GATE_UP:
-        num_rows = tensors[0].shape[0]
-        for half, tensor in enumerate(tensors):
-            for rank, piece in enumerate(tensor.chunk(size)):
-                yield rank, (half * num_rows + rank * piece.shape[0], 0), piece
-        return
-    axis = weight.layout.split_axis
+def _cuts(weight: Weight, size: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Tensor-parallel rank, offset in the global tensor and shape of all parts; of a vocabulary, padded rows too."""
+    shape, axis = _whole_shape(weight), weight.layout.split_axis
     if axis is None:
-        yield 0, (0,) * tensors[0].ndim, tensors[0]
+        yield 0, (0,) * len(shape), shape
         return
-    whole = to_shard(weight, tensors, hf, 0, 1)
-    step = -(-whole.shape[axis] // size)
-    for rank in range(size):
-        piece = whole.narrow(axis, rank * step, min(step, whole.shape[axis] - rank * step))
-        if piece.shape[axis] < step:  # padded rows of a vocabulary
-            piece = torch.nn.functional.pad(piece, (0, 0, 0, step - piece.shape[axis]))
-        yield rank, tuple(rank * step if index == axis else 0 for index in range(whole.ndim)), piece
+    lengths = [own[0] for own in weight.hf.values()] if weight.layout is Layout.GATE_UP else [shape[axis]]
+    start = 0
+    for length in lengths:
+        step = -(-length // size)
+        for rank in range(size):
+            offset, piece = [0] * len(shape), list(shape)
+            offset[axis], piece[axis] = start + rank * step, step
+            yield rank, tuple(offset), tuple(piece)
+        start += length
 
 
-def _save(tensor: torch.Tensor, key: str, offset: tuple[int, ...], file: BinaryIO) -> Part:
-    tensor = _alone(tensor)
-    start = file.tell()
-    checked = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)  # only an unzip would look at them; a third of the time
-    try:
-        torch.save(tensor, _InPieces(file))
-    finally:
-        torch.serialization.set_crc32_options(checked)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Part(key, offset, tuple(tensor.shape), dtype, Path(file.name).name, start, file.tell() - start)
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as all of its storage, of which torch.save writes everything; a copy only where rows are cut."""
-    if tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous():
-        return tensor
-    if not tensor.is_contiguous():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy()).view(tensor.dtype).view(tensor.shape)
-
-
-class _InPieces:
-    """What torch.save needs of a file, over one that is written piece by piece."""
-
-    def __init__(self, file: BinaryIO):
-        self._file = file
-
-    def write(self, view: memoryview | bytes) -> int:
-        write_bytes(self._file, memoryview(view))
-        return len(view)
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
+def _add_pieces(
+    pieces: list[list[Piece]],
+    runs: Sequence[RowRun],
+    part: Part,
+    num_leading: int,
+    itemsize: int,
+    file: BinaryIO,
+    start: int,
+) -> None:
+    """Add to each HF tensor's pieces what it has of a stored part, whose numbers begin at ``start`` of ``file``."""
+    (row, *columns), (num_rows, *num_columns) = part.offset[num_leading:], part.shape[num_leading:]
+    left, width = itemsize * sum(columns), itemsize * math.prod(num_columns)
+    for run in runs:
+        low, high = max(row, run.start), min(row + num_rows, run.start + run.count)
+        if low < high:
+            rows = range(run.first + low - run.start, run.first + high - run.start)
+            pieces[run.tensor].append(Piece(file, start + (low - row) * width, rows, range(left, left + width)))
 
 
 def _extra_states(hf: HFModelConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ import json
 import pickle
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +52,10 @@ class Part:
     start: int
     length: int
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Part:
-        return cls(**{**values, "offset": tuple(values["offset"]), "shape": tuple(values["shape"])})
-
     def overlaps(self, other: Part) -> bool:
         """Whether both hold some element of the tensor."""
         sides = zip(self.offset, self.shape, other.offset, other.shape, strict=True)
         return all(a < b + m and b < a + n for a, n, b, m in sides)
-
-
-def part_to_json(part: Part) -> dict[str, Any]:
-    """The inverse of ``Part.from_json``."""
-    return asdict(part)
 
 
 def is_megatron_folder(folder: str | Path) -> bool:

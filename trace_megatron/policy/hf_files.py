@@ -11,15 +11,16 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from trace_megatron.errors import UserError
 from trace_megatron.policy.names import Weight
+from trace_megatron.policy.rows import Rows, TargetFile, read_tensor, write_tensor
 from trace_megatron.types import TensorInfo
 
 SHARD_BYTES = 5 * 10**9
@@ -39,9 +40,6 @@ COMPANIONS = (
 )
 """What belongs to a model beside weights and config.json."""
 
-_PIECE_BYTES, _STRETCH_BYTES = 2**20, 2**24
-_MOST_VIEWS = 1024
-"""IOV_MAX: of one call that reads."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -68,7 +66,18 @@ class HFFolder:
 
     def read(self, weight: Weight) -> list[torch.Tensor]:
         """The HF tensors of one weight, each in memory of its own."""
-        return [self._read(self._places[name]) for name in weight.hf]
+        with ExitStack() as stack:
+            stored = zip(weight.hf, self.rows(weight, stack), strict=True)
+            return [read_tensor(rows, weight.hf[name], self.dtype(name)) for name, rows in stored]
+
+    def rows(self, weight: Weight, stack: ExitStack) -> list[Rows]:
+        """Where the HF tensors of one weight lie, in files that ``stack`` closes."""
+        places = [self._places[name] for name in weight.hf]
+        files = [stack.enter_context(place.path.open("rb", buffering=0)) for place in places]
+        return [
+            Rows.at(file, place.offset, place.shape, _DTYPES[place.dtype_name].itemsize)
+            for file, place in zip(files, places, strict=True)
+        ]
 
     def dtype(self, name: str) -> torch.dtype:
         return _DTYPES[self._places[name].dtype_name]
@@ -76,13 +85,6 @@ class HFFolder:
     def stamp(self) -> list[tuple[str, int, int]]:
         """Names, sizes and times of the files: different if one was replaced."""
         return file_stamp({place.path for place in self._places.values()} | {self._folder / "config.json"})
-
-    def _read(self, place: _Place) -> torch.Tensor:
-        tensor = torch.empty(place.shape, dtype=_DTYPES[place.dtype_name])
-        with place.path.open("rb", buffering=0) as file:
-            file.seek(place.offset)
-            read_into(file, tensor)
-        return tensor
 
     def _check(self, weights: Sequence[Weight]) -> None:
         expected = {name: shape for weight in weights for name, shape in weight.hf.items()}
@@ -120,36 +122,33 @@ class HFWriter:
         ]
         if len(self._shards) == 1:
             self._files = [_SINGLE]
-        self._file: BinaryIO | None = None
+        self._open: dict[int, TargetFile] = {}
         self._waiting = self._places()
         for _ in range(num_done):
             next(self._waiting)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """The next tensor, on any device."""
-        index, offset, info = next(self._waiting)
-        assert (name, tuple(tensor.shape), tensor.dtype) == (info.name, info.shape, info.dtype), (name, info)
-        path = self._folder / self._files[index]
-        if self._file is None or Path(self._file.name) != path:
-            self.flush()
-            self._file = self._open(path, _header(self._shards[index]), offset)
-        write_from(self._file, tensor)
+        write_tensor(self.place(TensorInfo(name, tuple(tensor.shape), tensor.dtype)), tensor)
+
+    def place(self, info: TensorInfo) -> Rows:
+        """Where the next tensor goes."""
+        index, offset, expected = next(self._waiting)
+        assert info == expected, (info, expected)
+        if index not in self._open:
+            self._open[index] = TargetFile.cut(self._folder / self._files[index], _header(self._shards[index]), offset)
+        return Rows.at(self._open[index], offset, info.shape, info.dtype.itemsize)
 
     def open_files(self) -> list[int]:
-        """The descriptor of the file at hand; those before it are on the disk."""
-        return [self._file.fileno()] if self._file is not None else []
-
-    def flush(self) -> None:
-        """Bring what was written to the disk, and close it."""
-        if self._file is not None:
-            os.fdatasync(self._file.fileno())
-            self._file.close()
-            self._file = None
+        """Descriptors of what may not be on the disk yet."""
+        return [file.fileno() for file in self._open.values()]
 
     def close(self) -> None:
         """After the last tensor: write the index where there are several files."""
         assert next(self._waiting, None) is None
-        self.flush()
+        for file in self._open.values():
+            os.fdatasync(file.fileno())
+            file.close()
         if len(self._shards) > 1:
             weight_map = {info.name: self._files[index] for index, shard in enumerate(self._shards) for info in shard}
             total = sum(_num_bytes(info) for shard in self._shards for info in shard)
@@ -163,16 +162,6 @@ class HFWriter:
             for info in shard:
                 yield index, offset, info
                 offset += _num_bytes(info)
-
-    @staticmethod
-    def _open(path: Path, header: bytes, offset: int) -> BinaryIO:
-        """Without buffer, positioned at ``offset``, with nothing behind."""
-        if offset == len(header):
-            path.write_bytes(header)
-        file = path.open("r+b", buffering=0)
-        file.truncate(offset)
-        file.seek(offset)
-        return file
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype | None) -> None:
@@ -190,52 +179,9 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype | None) -> No
     (target / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
-def read_into(file: BinaryIO, tensor: torch.Tensor) -> None:
-    """Fill a CPU tensor from an unbuffered file: any, whose rows (of the last dimension) are contiguous."""
-    if tensor.is_contiguous():
-        _read_all(file, [_bytes(tensor)])
-        return
-    rows = tensor.flatten(0, -2).view(torch.uint8).numpy()  # a view: some columns of a whole
-    for first in range(0, len(rows), _MOST_VIEWS):
-        _read_all(file, [memoryview(row) for row in rows[first : first + _MOST_VIEWS]])
-
-
-def _read_all(file: BinaryIO, views: list[memoryview]) -> None:
-    while any(views):
-        count = os.readv(file.fileno(), views)
-        if not count:
-            missing = sum(map(len, views))
-            raise UserError(f"expected {missing} more bytes in '{file.name}', found its end: download it again")
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if views:
-            views[0] = views[0][count:]
-
-
-def write_from(file: BinaryIO, tensor: torch.Tensor) -> None:
-    """Write a tensor's bytes to an unbuffered file."""
-    write_bytes(file, _bytes(tensor.detach().cpu().contiguous()))
-
-
-def write_bytes(file: BinaryIO, view: memoryview) -> None:
-    """In pieces: one call with hundreds of megabytes took eight times the system time of calls with one."""
-    while view:
-        stretch, view = view[:_STRETCH_BYTES], view[_STRETCH_BYTES:]
-        start, length = file.tell(), len(stretch)
-        while stretch:
-            stretch = stretch[file.write(stretch[:_PIECE_BYTES]) :]
-        if length >= _PIECE_BYTES:
-            # Linux begins to write the pages out, and keeps them: left alone, it waits for a tenth of the memory.
-            os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
-
-
 def file_stamp(paths: set[Path]) -> list[tuple[str, int, int]]:
     """Name, size and time of change of each file."""
     return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(paths)]
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
 
 
 def _num_bytes(info: TensorInfo) -> int:

@@ -6,9 +6,11 @@ in a mixture), V vocabulary.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -194,6 +196,34 @@ def from_shards(weight: Weight, shards: list[torch.Tensor], hf: HFModelConfig) -
 
 def _join(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(tuple(shards), dim=dim)
+
+
+@dataclass(frozen=True, slots=True)
+class RowRun:
+    """Rows of one HF tensor that follow each other in the whole Megatron parameter too."""
+
+    tensor: int
+    """Index among the weight's."""
+    first: int
+    start: int
+    """What is row ``first`` of the HF tensor is row ``start`` of the parameter."""
+    count: int
+
+
+def row_runs(weight: Weight, hf: HFModelConfig) -> list[RowRun]:
+    """Which rows of the HF tensors the whole parameter consists of, in its order: ``to_shard`` of row numbers."""
+    heights = [shape[0] for shape in weight.hf.values()]
+    starts = list(accumulate(heights, initial=0))[:-1]
+    numbers = torch.arange(sum(heights)).unsqueeze(1).split(heights)
+    order = to_shard(weight, list(numbers), hf, 0, 1).flatten()
+    breaks = (order.diff() != 1) | torch.isin(order[1:], torch.tensor(starts))
+    edges = [0, *(breaks.nonzero().flatten() + 1).tolist(), len(order)]
+    runs = []
+    for start, stop in pairwise(edges):
+        number = int(order[start])
+        tensor = bisect_right(starts, number) - 1
+        runs.append(RowRun(tensor, number - starts[tensor], start, stop - start))
+    return runs
 
 
 def checkpoint_keys(weight: Weight) -> list[tuple[str, str]]:

@@ -10,15 +10,15 @@ import json
 import struct
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from trace_megatron.errors import UserError
 from trace_megatron.policy.dist_files import MegatronFolder
 from trace_megatron.policy.dist_index import Part
-from trace_megatron.policy.hf_files import read_into
 
 DESCRIPTION = "policy.json"
 """Says what the checkpoint is of; written last."""
@@ -65,10 +65,8 @@ class RunCheckpoint(MegatronFolder):
                 f"expected parts of one tensor as '{parts[0].key}' in '{self._folder}', found others: copy it again"
             ) from error
 
-    def _read(self, part: Part, target: torch.Tensor) -> None:
-        with (self._folder / part.file).open("rb", buffering=0) as file:
-            file.seek(part.start)
-            read_into(file, target)
+    def _open(self, part: Part, stack: ExitStack) -> tuple[BinaryIO, int]:
+        return stack.enter_context((self._folder / part.file).open("rb", buffering=0)), part.start
 
 
 def _stored_parts(path: Path) -> list[Part]:

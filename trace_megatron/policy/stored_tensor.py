@@ -1,7 +1,8 @@
-"""What torch.save wrote of one tensor, without its numbers: shape, dtype, and where in the file they begin."""
+"""What torch.save writes of one tensor, without its numbers: read (shape, dtype, and where they begin) and written."""
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import pickle
@@ -55,6 +56,37 @@ def stored_tensor(file: BinaryIO) -> tuple[tuple[int, ...], torch.dtype, int] | 
     if offset or strides != torch.empty(sizes, device="meta").stride():
         return None
     return tuple(sizes), dtype, reader.get_record_offset(f"data/{record}")
+
+
+@functools.cache
+def frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What torch.save writes before a tensor's numbers, and behind them.
+
+    Without the CRC of the numbers: only an unzip would check it, torch.load does not.
+    """
+    around = _Around()
+    with torch.serialization.skip_data():  # seeks past the numbers
+        torch.save(torch.empty(shape, dtype=dtype), around)
+    before, behind = around.written
+    return bytes(before), bytes(behind)
+
+
+class _Around:
+    """A file that keeps what is written before and behind a place that is left out."""
+
+    def __init__(self):
+        self.written = [bytearray()]
+
+    def write(self, view: memoryview | bytes) -> int:
+        self.written[-1] += view
+        return len(view)
+
+    def seek(self, offset: int, whence: int) -> None:
+        assert whence == os.SEEK_CUR
+        self.written.append(bytearray())
+
+    def flush(self) -> None:
+        """Nothing is buffered."""
 
 
 class _Unpickler(pickle.Unpickler):
