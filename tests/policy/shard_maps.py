@@ -13,19 +13,22 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trace_megatron.config import PolicyConfig
 from trace_megatron.policy import cpu
-from trace_megatron.policy.hf_config import parse_hf_config
-from trace_megatron.policy.model import build_model
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402 - after the CPU layer, as the product does
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
+
+from trace_megatron.policy.hf_config import parse_hf_config  # noqa: E402
+from trace_megatron.policy.model import build_model  # noqa: E402
 
 
 def main(cases: list[str]) -> None:
-    cpu.install()
     for case in cases:
         config, tensor, pipeline = case.split(":")
         print(json.dumps(shard_map(Path(config), int(tensor), int(pipeline))))

@@ -1,6 +1,7 @@
 """The CPU layer: nothing where a CUDA device exists, and nothing that others who share the process would notice."""
 
 import torch
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.tensor_parallel import random
 
 from trace_megatron.policy import cpu
@@ -29,3 +30,11 @@ def test_torch_itself_still_makes_tensors_where_it_is_told():
         made = [torch.tensor(1.0), torch.zeros(1), torch.ones(1), torch.empty(1), torch.full((1,), 2.0)]
     assert {tensor.device.type for tensor in made} == {"meta"}
     assert torch.zeros(1).type(torch.int64).dtype is torch.int64
+
+
+def test_of_all_functions_megatrons_alone_stay_uncompiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model=None, **options: ("compiled", model, options))
+    cpu.install_without_compiler()
+    assert torch.compile(clip_grad_by_total_norm_fp32) is clip_grad_by_total_norm_fp32
+    assert torch.compile(len, dynamic=True) == ("compiled", len, {"dynamic": True})
+    assert torch.compile(dynamic=True) == ("compiled", None, {"dynamic": True})

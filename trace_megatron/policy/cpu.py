@@ -15,6 +15,12 @@ import torch
 _installed = False
 
 
+def install_without_compiler() -> None:
+    """Before Megatron-Core is imported: its fused functions stay uncompiled, as after its own `disable_jit_fuser`."""
+    # Decorating them imports torch's compiler, two seconds of every rank's start; no layer here calls one on the CPU.
+    torch.compile = _but_megatron(torch.compile)
+
+
 def install() -> None:
     """Let Megatron-Core run on the CPU of this process; to be called before a model or an optimizer is built."""
     global _installed
@@ -78,6 +84,15 @@ class _TorchOnCPU(types.ModuleType):
     @staticmethod
     def zeros(*args, device=None, **kwargs) -> torch.Tensor:
         return torch.zeros(*args, device="cpu", **kwargs)
+
+
+def _but_megatron(compile: Callable) -> Callable:
+    @functools.wraps(compile)
+    def call(model=None, *args, **kwargs):
+        of_megatron = getattr(model, "__module__", "").startswith("megatron.core.")
+        return model if of_megatron else compile(model, *args, **kwargs)
+
+    return call
 
 
 def _with_cuda_type_names(type_of: Callable) -> Callable:
