@@ -7,7 +7,6 @@ import torch
 from trace_megatron.config import PredictorConfig
 from trace_megatron.errors import UserError
 from trace_megatron.predictor.controls import ConstantPredictor, OraclePredictor
-from trace_megatron.predictor.model import load_value_model
 from trace_megatron.predictor.neural import NeuralPredictor
 from trace_megatron.predictor.protocol import Predictor
 from trace_megatron.predictor.replicas import OneReplica, Replicas
@@ -36,6 +35,9 @@ def build_predictor(
         raise UserError(
             "expected the backbone's HF folder in predictor.model, found none: predictor.kind=model needs it"
         )
+    # Here, because only this kind needs transformers' models, which take seconds to import.
+    from trace_megatron.predictor.model import load_value_model
+
     model = load_value_model(config.model, num_layers=config.num_layers, dtype=config.dtype, seed=seed)
     model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return NeuralPredictor(model, config, seed, replicas or OneReplica())

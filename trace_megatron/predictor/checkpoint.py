@@ -6,13 +6,16 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from trace_megatron.errors import UserError
-from trace_megatron.predictor.model import ValueModel
+
+if TYPE_CHECKING:  # whose transformers this needs not
+    from trace_megatron.predictor.model import ValueModel
 
 _FILE = "predictor.safetensors"
 _ADAM = ("step", "exp_avg", "exp_avg_sq")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,13 +21,15 @@ from trace_megatron.algorithm.tree import prefix_anchors
 from trace_megatron.config import PredictorConfig
 from trace_megatron.predictor.checkpoint import copy_training_state, load_training_state, save_training_state
 from trace_megatron.predictor.key_values import KeyValuePages
-from trace_megatron.predictor.model import ValueModel
 from trace_megatron.predictor.pack import HistoryPath, Request, history_paths
 from trace_megatron.predictor.protocol import PredictorStats
 from trace_megatron.predictor.replicas import OneReplica, Replicas, Shares, as_paths, as_tensors
 from trace_megatron.predictor.score import score_paths
 from trace_megatron.predictor.update import accumulate_gradients, as_requests, draw_samples, mini_batches
 from trace_megatron.types import ROOT, Prompt, RolloutTree
+
+if TYPE_CHECKING:  # whose transformers this needs not
+    from trace_megatron.predictor.model import ValueModel
 
 _ONE_RANK = OneReplica()
 

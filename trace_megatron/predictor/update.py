@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from trace_megatron.algorithm.targets import success_targets
-from trace_megatron.predictor.model import ValueModel
 from trace_megatron.predictor.pack import HistoryPath, Request, pack_paths
 from trace_megatron.types import ROOT, Anchor, RolloutTree
+
+if TYPE_CHECKING:  # whose transformers this needs not
+    from trace_megatron.predictor.model import ValueModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from trace_megatron.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# transformers is imported where it is used: seconds, which ranks that only train need not spend.
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -74,7 +78,7 @@ class ChatRenderer:
             raise UserError(
                 f"expected an HF model folder, found nothing at '{folder}': give the path of a downloaded model"
             )
-        return cls(AutoTokenizer.from_pretrained(folder), eos_token_ids(folder), template_options)
+        return cls(load_tokenizer(folder), eos_token_ids(folder), template_options)
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """Ids of the opening messages and of the assistant's generation prompt."""
@@ -169,10 +173,19 @@ class ChatRenderer:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
 
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of an HF folder."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
 def eos_token_ids(folder: str | Path) -> list[int]:
     """End-of-sequence ids of an HF folder's generation config, beside the tokenizer's own."""
     if not (Path(folder) / "generation_config.json").is_file():
         return []
+    from transformers import GenerationConfig
+
     eos = GenerationConfig.from_pretrained(folder).eos_token_id
     return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
@@ -181,7 +194,7 @@ def decoder(folder: str | Path) -> Callable[[Sequence[int]], str]:
     """Token ids -> text, special tokens included, by the tokenizer of an HF folder."""
     if not str(folder) or not Path(folder).is_dir():
         raise UserError(f"expected an HF model folder with the run's tokenizer, found nothing at '{folder}'")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder)
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 

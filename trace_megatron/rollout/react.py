@@ -22,14 +22,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from trace_megatron.errors import UserError
-from trace_megatron.rollout.chat import Message, Tool, eos_token_ids
+from trace_megatron.rollout.chat import Message, Tool, eos_token_ids, load_tokenizer
 from trace_megatron.rollout.engine import Completion, RolloutEngine, SamplingSettings
 from trace_megatron.rollout.tool_calls import parse_action
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 END_OF_ACTION = -1
 """Stands for the end of an action among the ids; no model sees it."""
@@ -72,7 +73,7 @@ class ReActRenderer:
         """Tokenizer and generation config of an HF folder."""
         if not Path(folder).is_dir():
             raise UserError(f"expected an HF model folder, found nothing at '{folder}'")
-        return cls(AutoTokenizer.from_pretrained(folder), eos_token_ids(folder))
+        return cls(load_tokenizer(folder), eos_token_ids(folder))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """Ids of the instructions and the conversation, up to the model's first thought."""
