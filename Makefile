@@ -38,10 +38,10 @@ quickstart: $(STAMP) $(SMOLLM2)
 	$(BIN)/trace-megatron train -c configs/quickstart.yaml
 
 test: $(STAMP) $(SMOLLM2)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --durations 15
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15
 
 test-py312: .venv-py312/.installed
-	OMP_NUM_THREADS=1 .venv-py312/bin/python -m pytest -n 2 --dist loadfile --durations 15 $(TESTS312)
+	OMP_NUM_THREADS=1 .venv-py312/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 15 $(TESTS312)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

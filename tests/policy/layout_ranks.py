@@ -9,13 +9,13 @@ import dataclasses
 import json
 import os
 import sys
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import MegatronOptimizer
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -210,13 +210,17 @@ def step_batches(folder: Path, family: str, layout: Layout) -> list[list[TreeBat
     if layout.only_tree is not None:
         trees, advantages = trees[layout.only_tree :][:1], advantages[layout.only_tree :][:1]
     num_ranks = layout.policy.get("data_parallel", 1)
-    for limit in range(400, 0, -1):
-        batches = pack_micro_batches(
+
+    def pack(limit: int) -> list[list[TreeBatch]]:
+        return pack_micro_batches(
             trees, advantages, tokens_per_micro_batch=limit, num_ranks=num_ranks, packed=layout.packed
         )
-        if len(batches[0]) == layout.num_packs:
-            return batches
-    raise AssertionError(f"no limit gives {layout.num_packs} packs")
+
+    # The most tokens that still make so many packs: what is below the first limit that makes fewer.
+    limit = bisect_left(range(1, 401), True, key=lambda limit: len(pack(limit)[0]) < layout.num_packs)
+    batches = pack(limit)
+    assert len(batches[0]) == layout.num_packs, f"no limit gives {layout.num_packs} packs"
+    return batches
 
 
 def gathered_gradients(policy: Policy) -> dict[str, torch.Tensor]:
@@ -240,7 +244,7 @@ def check_adam(folder: Path, dtype: str, distributed: bool) -> None:
     policy = Policy(
         PolicyConfig(model=str(folder / FAMILIES[0]), dtype=dtype, data_parallel=2), config, LossConfig(), total_steps=9
     )
-    optimizer: MegatronOptimizer = policy._trainer.optimizer
+    optimizer = policy._trainer.optimizer
     parameters = list(policy._trainer.model_chunks[0].parameters())
     copies = [torch.nn.Parameter(parameter.detach().float().clone()) for parameter in parameters]
     matrices, vectors = ([copy for copy in copies if (copy.dim() > 1) is wide] for wide in (True, False))
