@@ -104,10 +104,16 @@ def copy_rows(source: Rows, target: Rows) -> None:
 def _read_all(source: Rows) -> Iterator[np.ndarray]:
     """Block by block, each in the memory of the one before."""
     memory = np.empty((_rows_of_block(source), source.width), np.uint8)
+    begun = 0
     for first, stop in _blocks(source):
         block = memory[: stop - first]
         _read(source, block, first)
         yield block
+        if _is_stretch(source, begun, stop):
+            # The source's pages make room for the target's: memory long unused costs a virtual machine five times as
+            # much. From the beginning: a page that lies across the end of a stretch is let go with the next one.
+            _let_go(source, 0, stop)
+            begun = stop
 
 
 def _write_all(target: Rows, blocks: Iterable[np.ndarray]) -> None:
@@ -116,14 +122,19 @@ def _write_all(target: Rows, blocks: Iterable[np.ndarray]) -> None:
         for piece, rows, columns, place in _overlaps(target, first, first + len(block)):
             piece.file.write_at(place, np.ascontiguousarray(block[rows, columns]))
         first += len(block)
-        if (first - begun) * target.width >= _STRETCH_BYTES or first == target.num_rows:
-            _start_writing_out(target, begun, first)
+        if _is_stretch(target, begun, first):
+            # Linux begins to write the pages out, and keeps them: left alone, it waits for a tenth of the memory.
+            _let_go(target, begun, first)
             begun = first
 
 
-def _start_writing_out(target: Rows, first: int, stop: int) -> None:
-    """Linux begins to write the pages out, and keeps them: left alone, it waits for a tenth of the memory."""
-    for piece, rows, _, place in _overlaps(target, first, stop):
+def _is_stretch(tensor: Rows, begun: int, stop: int) -> bool:
+    return (stop - begun) * tensor.width >= _STRETCH_BYTES or stop == tensor.num_rows
+
+
+def _let_go(tensor: Rows, first: int, stop: int) -> None:
+    """Drop the pages of these rows, or begin to write them out where they have changed."""
+    for piece, rows, _, place in _overlaps(tensor, first, stop):
         length = (rows.stop - rows.start) * len(piece.columns)
         if length >= _BLOCK_BYTES // 2:
             os.posix_fadvise(piece.file.fileno(), place, length, os.POSIX_FADV_DONTNEED)
