@@ -84,7 +84,9 @@ def test_two_trainer_hosts_and_servers_on_a_third(tmp_path):
     model = write_tiny_model(tmp_path / "model", "qwen3", tied=False, head_dim=32)
     with ExitStack() as stack:
         first, second, third = stack.enter_context(hosts(3))
-        address = {"host": third.address, "port": 8000, "prefix": third.prefix}
+        # The model runs in the engine's process: test_served_engine.py has a server with a worker, ten seconds more.
+        prefix = [*third.prefix, "env", "VLLM_ENABLE_V1_MULTIPROCESSING=0"]
+        address = {"host": third.address, "port": 8000, "prefix": prefix}
         url, _ = stack.enter_context(serve(model, tmp_path / "server.log", wait=False, **address))
         env_url = stack.enter_context(serve_environment(third, tmp_path))
         config = write_config(tmp_path, model, url, env_url, first.address)

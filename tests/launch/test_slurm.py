@@ -61,6 +61,7 @@ def test_trainer_and_servers_as_groups_of_one_job(slurm, launch, policy, tmp_pat
     sections = SECTIONS | {"run": {"steps": 2}, "budget": {"candidates": 2, "rollouts": 4, "continuations": 1}}
     config = write_config(tmp_path, policy, **sections)
     server = ("VLLM_CPU_KVCACHE_SPACE=1", "VLLM_CPU_OMP_THREADS_BIND=nobind", "TORCH_COMPILE_DISABLE=1")
+    server += ("VLLM_ENABLE_V1_MULTIPROCESSING=0",)  # as in test_hosts.py
     more = [argument for entry in server for argument in ("--env", entry)]
     followed = launch(*options(config), *more, "--server-nodes", "1", "--env-servers", "1", "--follow", **slurm)
     assert followed.returncode == 0, followed.stdout + followed.stderr
