@@ -90,6 +90,8 @@ def test_copies_do_what_the_loader_does(monkeypatch, dtype, arrangement):
     for found, expected in zip(model.results(), other.results(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)  # watching changed nothing
     direct = DirectLoading(model, None, watch)
+    if arrangement == "apart":  # layers in turn, as large ones are
+        monkeypatch.setattr(direct_loading, "_LARGE_BYTES", 0)
     live = model.norm.weight.data_ptr()
     for seed in (2, 3):
         new = tensors(seed, dtype)
@@ -122,6 +124,26 @@ def test_a_set_of_tensors_unlike_the_first_is_refused():
     direct.start()
     direct.load(iter([item for item in tensors(2).items() if item[0] != "up"]))
     assert direct.unfilled() == ["fused"]
+
+
+@pytest.mark.parametrize("large_bytes", [0, 2**23])
+def test_what_fails_in_the_background_fails_the_update_and_not_the_next(monkeypatch, large_bytes):
+    monkeypatch.setattr(direct_loading, "_LARGE_BYTES", large_bytes)
+    model, other = Model(), Model()
+    direct = DirectLoading(model, None, load_layerwise(model, tensors(1), watched=True))
+    direct.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(model.fused, "quant_method", None)
+        direct.load(iter(tensors(2).items()))
+        with pytest.raises(AttributeError, match="process_weights_after_loading"):
+            direct.finish()
+    direct.give_up()
+    direct.start()
+    direct.load(iter(tensors(3).items()))
+    direct.finish()
+    load_layerwise(other, tensors(3))
+    for found, expected in zip(model.results(), other.results(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_after_an_update_that_the_loader_refused_another_is_whole():

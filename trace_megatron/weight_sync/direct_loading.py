@@ -6,7 +6,8 @@ CPU's matrix products) is put together in memory of its own, and packed by vLLM'
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +28,9 @@ _METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 _NUM_PROBES = 3
 """Rows by which a packed copy is compared with another."""
+
+_LARGE_BYTES = 2**23
+"""Of a layer on which all threads work together; where they do so on small ones, they mostly wait for each other."""
 
 
 class Rehearsal:
@@ -85,33 +89,49 @@ class _Layer:
     module: torch.nn.Module
     layout: torch.Tensor | None = None
     """Of its weight, where the engine keeps a packed copy alone."""
+    heads: list[ParallelLMHead] = field(default_factory=list)
+    """That keep a packed copy of its weight beside it: an output head itself, and one that is tied to an embedding."""
     num_elements: int = 0
+    num_bytes: int = 0
     num_arrived: int = 0
+    plain: list[tuple[Landing, torch.Tensor]] = field(default_factory=list)
+    """Parts of what is used as it was loaded, where they arrived."""
     pieces: list[tuple[Region, torch.Tensor]] = field(default_factory=list)
     """Of the weight to be packed, where they arrived."""
     weight: torch.Tensor | None = None
     """The same, where pieces that arrived earlier were put."""
 
     def land(self, landing: Landing, tensor: torch.Tensor) -> None:
-        """Write a part of ``tensor``, or keep it until the weight is complete, and pack that."""
+        """Note where a part of ``tensor`` belongs."""
         source = landing.source.within(tensor)
         self.num_arrived += landing.target.num_elements
         if landing.place.name != "weight" or self.layout is None:
-            landing.target.within(getattr(self.module, landing.place.name).data).copy_(source)
+            self.plain.append((landing, source))
         else:
             self.pieces.append((landing.target, source))
-        if self.layout is not None and self.num_arrived == self.num_elements:
+
+    @property
+    def complete(self) -> bool:
+        return self.num_arrived == self.num_elements
+
+    @torch.no_grad()
+    def take_in(self) -> None:
+        """Copy what was noted, and pack what that makes whole. The memory of what arrived may go then."""
+        for landing, source in self.plain:
+            landing.target.within(getattr(self.module, landing.place.name).data).copy_(source)
+        self.plain = []
+        if self.layout is not None and self.complete:
             pack(self.module, self._as_one() if self.weight is None else self._put_together())
             self.give_up()
-
-    def put_down(self) -> None:
-        """Copy the pieces, whose memory goes."""
-        if self.pieces:
+        elif self.pieces:
             self._put_together()
+        if self.complete:
+            for head in self.heads:
+                head.quant_method.process_weights_after_loading(head)
 
     def give_up(self) -> None:
         """Forget what was kept."""
-        self.pieces, self.weight = [], None
+        self.plain, self.pieces, self.weight = [], [], None
 
     def _put_together(self) -> torch.Tensor:
         if self.weight is None:
@@ -135,7 +155,11 @@ class _Layer:
 
 
 class DirectLoading:
-    """Repeats what ``watch`` saw vLLM's loader do."""
+    """Repeats what ``watch`` saw vLLM's loader do, in the background: large layers in turn, small ones side by side.
+
+    That is safe: what vLLM makes of a layer's weight (in 0.32 the constructor of its oneDNN handler, or its packing for
+    AMX) writes to nothing that layers share.
+    """
 
     def __init__(self, model: torch.nn.Module, model_config: ModelConfig, watch: LoadWatch):
         self._model_config = model_config
@@ -144,7 +168,9 @@ class DirectLoading:
         self._names = {module: name for name, module in model.named_modules()}
         for place, layout in watch.layouts.items():
             layer = self._layers.setdefault(place.layer, _Layer(place.layer))
-            layer.num_elements += sum(region.num_elements for region in watch.regions(place))
+            num_elements = sum(region.num_elements for region in watch.regions(place))
+            layer.num_elements += num_elements
+            layer.num_bytes += num_elements * layout.itemsize
             if getattr(place.layer, place.name).shape != layout.shape:
                 layer.layout = layout
         # Other attention than vLLM's plain one, of which nothing is loaded, derives tensors from projections.
@@ -153,10 +179,21 @@ class DirectLoading:
             for module in model.modules()
             if is_deferred_attention_layer(module) and type(module) is not Attention
         ]
-        for module in self._layers:
-            if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead):
+        for layer in self._layers.values():
+            if isinstance(layer.module, VocabParallelEmbedding) and not isinstance(layer.module, ParallelLMHead):
                 # vLLM packs embeddings as if they were heads. The copy would be stale: nobody must find it.
-                module.__dict__.pop("cpu_linear", None)
+                layer.module.__dict__.pop("cpu_linear", None)
+        for head in (module for module in model.modules() if isinstance(module, ParallelLMHead)):
+            for layer in self._layers.values():
+                if getattr(layer.module, "weight", None) is head.weight:
+                    layer.heads.append(head)
+        self._background = ThreadPoolExecutor(1)
+        # Each is one thread to torch. vLLM replaces torch.set_num_threads by a warning, for the sake of its own thread.
+        self._side_by_side = ThreadPoolExecutor(
+            torch.get_num_threads(), initializer=torch._C.set_num_threads, initargs=(1,)
+        )
+        self._at_work: Future[None] | None = None
+        """Until what the last call of ``load`` brought is in its place."""
 
     def start(self) -> None:
         """Expect every tensor."""
@@ -164,8 +201,12 @@ class DirectLoading:
             layer.num_arrived = 0
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy them where they belong. Raises ValueError with the name of one that was not there the last time."""
+        """Have them copied where they belong, in the background, when what came before is there.
+
+        Raises ValueError with the name of one that was not there the last time.
+        """
         touched: dict[int, _Layer] = {}
+        self._wait()
         for name, tensor in tensors:
             arrival = self._arrivals.get(name)
             if arrival is None or arrival.shape != tensor.shape or arrival.dtype != tensor.dtype:
@@ -178,20 +219,41 @@ class DirectLoading:
                 layer = self._layers[landing.place.layer]
                 layer.land(landing, tensor)
                 touched[id(layer)] = layer
-        for layer in touched.values():
-            layer.put_down()
+        self._at_work = self._background.submit(self._take_in, list(touched.values()))
+
+    def _take_in(self, layers: Sequence[_Layer]) -> None:
+        """``load``, in the background."""
+        small = [layer for layer in layers if layer.num_bytes < _LARGE_BYTES]
+        at_work = [self._side_by_side.submit(layer.take_in) for layer in small]
+        try:
+            for layer in layers:
+                if layer.num_bytes >= _LARGE_BYTES:
+                    layer.take_in()
+        finally:
+            wait(at_work)
+        for future in at_work:
+            future.result()
+
+    def _wait(self) -> None:
+        at_work, self._at_work = self._at_work, None
+        if at_work:
+            at_work.result()
 
     def unfilled(self) -> list[str]:
         """Layers of which something has not arrived."""
-        return [self._names[layer.module] for layer in self._layers.values() if layer.num_arrived < layer.num_elements]
+        return [self._names[layer.module] for layer in self._layers.values() if not layer.complete]
 
     def finish(self) -> None:
-        """As vLLM's reload does at the end."""
+        """Wait until all is in its place; then as vLLM's reload does at the end."""
+        self._wait()
         for module in self._attention:
             module.process_weights_after_loading(self._model_config.dtype)
 
     def give_up(self) -> None:
         """Free what was put together."""
+        if self._at_work:
+            wait([self._at_work])  # however it ends
+            self._at_work = None
         for layer in self._layers.values():
             layer.give_up()
 

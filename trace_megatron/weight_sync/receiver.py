@@ -47,6 +47,7 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
             self._loading.give_up()
         self._used: set[str] = set()
         self._received: set[str] = set()
+        self._held: list[MappedBucket] = []
         if self._direct is not None:
             self._direct.start()
         self._loading = self._direct or LayerwiseLoading(self.model, self.model_config, self._watched)
@@ -71,8 +72,9 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
         bucket, self._reader = self._buckets[info.key], info.first_reader + self._rank
         self._used.add(info.key)
         self._loading.load(_checked(bucket.read(info.entries), info.checksums))
-        # A layer of which a part is missing, or that is padded, keeps its tensors until the update is finished.
-        bucket.try_return(self._reader)
+        # This bucket's tensors may still be at work while the next one is on its way, or longer: vLLM's loader keeps
+        # those of a layer of which a part is missing, or that is padded, until the update is finished.
+        self._held = [held for held in (*self._held, bucket) if not held.try_return(self._reader)]
 
     def _check_complete(self, expected: set[str]) -> None:
         if missing := sorted(expected - self._received):
@@ -85,14 +87,15 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
 
     def finish_weight_update(self) -> None:
         self._loading.finish()
-        refresh_heads(self.model)
-        if isinstance(self._loading, LayerwiseLoading) and self._loading.watch:
-            self._watched = not self._loading.watch.obstacle
-            self._direct = DirectLoading(self.model, self.model_config, self._loading.watch) if self._watched else None
+        if isinstance(self._loading, LayerwiseLoading):
+            refresh_heads(self.model)
+            if watch := self._loading.watch:
+                self._watched = not watch.obstacle
+                self._direct = DirectLoading(self.model, self.model_config, watch) if self._watched else None
         self._loading = None
         for key in set(self._buckets) - self._used:  # the sender has others now
             del self._buckets[key]
-        for bucket in self._buckets.values():
+        for bucket in self._held:
             bucket.try_return(self._reader)
 
     def shutdown(self) -> None:
