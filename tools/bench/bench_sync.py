@@ -5,8 +5,10 @@
     python tools/bench/bench_sync.py --config CONFIG.json --scratch FOLDER     # written there for an engine, end to end
 
 Our part: taking HF tensors out of Megatron's fused parameters as at TP 1 (gather), and the copies into shared memory
-(write). Alone, no engine loads beside it. A copy of as many bytes is timed in turn with each, by torch, with as many
-threads as cores. Medians of five; the first push into an engine, through vLLM's own loader, is printed by itself.
+(write). Alone, no engine loads beside it. Then vLLM's part alone: what a CPU's engine does to the weight of every
+linear layer and of the output head, with nothing around it. A copy of as many bytes is timed in turn with each, by
+torch, with as many threads as cores. Medians of five; the first push into an engine, through vLLM's own loader, is
+printed by itself.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from types import SimpleNamespace
 import psutil
 import torch
 from safetensors.torch import load_file
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from trace_megatron.config import EngineConfig, SyncConfig
+from trace_megatron.memory import keep_freed_memory
 from trace_megatron.policy.hf_config import HFModelConfig, parse_hf_config, read_hf_config
 from trace_megatron.policy.hf_files import HFWriter
 from trace_megatron.policy.names import Weight, exported_weights, from_shards, to_shard
@@ -61,6 +65,7 @@ def main() -> None:
     print(f"load average before: {psutil.getloadavg()[0]:.1f} on {psutil.cpu_count()} cores")
     for bucket_mib in map(int, arguments.buckets.split(",")):
         measure_alone(hf, tensors, bucket_mib)
+    measure_packing(hf, tensors)
     if not arguments.config:
         asyncio.run(measure(arguments.model, arguments, tensors))
     elif arguments.scratch:
@@ -104,6 +109,30 @@ def measure_alone(hf: HFModelConfig, tensors: dict[str, torch.Tensor], bucket_mi
         f"({writes[0] * 1e3:.0f} the first time): {100 * copy_s / (gather_s + write_s):.0f} % of memcpy's speed",
         flush=True,
     )
+
+
+def measure_packing(hf: HFModelConfig, tensors: dict[str, torch.Tensor]) -> None:
+    """vLLM's packing of the model's matrices, fused as it fuses them too, in memory that is used again."""
+    keep_freed_memory()
+    fused = [to_shard(w, [tensors[name] for name in w.hf], hf, 0, 1) for w in exported_weights(hf)]
+    layers = [torch.nn.Module() for shard in fused if shard.ndim == 2]
+    method = UnquantizedLinearMethod()
+    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    plain = torch.ones(num_bytes, dtype=torch.uint8)
+    target = torch.zeros_like(plain)
+    copies, packs = [], []
+    for _ in range(PUSHES + 1):
+        started = time.perf_counter()
+        target.copy_(plain)
+        copies.append(time.perf_counter() - started)
+        weights = [torch.nn.Parameter(shard, requires_grad=False) for shard in fused if shard.ndim == 2]
+        started = time.perf_counter()
+        for layer, weight in zip(layers, weights, strict=True):
+            layer.weight = weight
+            method.process_weights_after_loading(layer)
+        packs.append(time.perf_counter() - started)
+    copy_s, pack_s = (statistics.median(seconds[1:]) for seconds in (copies, packs))
+    print(f"vLLM's packing alone, ms: memcpy {copy_s * 1e3:.0f}, {len(layers)} matrices {pack_s * 1e3:.0f}", flush=True)
 
 
 def unfuse(fused: list[tuple[Weight, torch.Tensor]], hf: HFModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
