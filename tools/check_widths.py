@@ -35,6 +35,8 @@ def main() -> None:
     if arguments.folder:
         run_step(arguments)
         return
+    if not arguments.config.is_file():
+        parser.error(f"expected a model's config.json, found no file at '{arguments.config}': download it from the Hub")
     with tempfile.TemporaryDirectory() as folder:
         write_model(arguments, Path(folder))
         num_ranks = arguments.tensor * arguments.pipeline
