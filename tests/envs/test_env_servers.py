@@ -251,23 +251,31 @@ def test_a_lost_server_is_left_out_until_it_is_back(monkeypatch, capfd):
     assert said.count("is lost: it cannot be reached") == 2 and said.count("is back") == 1
 
 
-def test_another_server_on_the_port_of_one_that_ended_gets_no_episodes(monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "token", "words"),
+    [
+        ({"params": {"max_operations": 4, "size": 500}}, "", "started again|max_operations is 4 there"),
+        ({}, "secret", "started again, with another token"),
+    ],
+)
+def test_another_server_on_the_port_of_one_that_ended_gets_no_episodes(monkeypatch, capfd, changes, token, words):
     monkeypatch.setattr(remote, "LOST_S", 0.2)
 
     async def run():
-        other = replace(CONFIG, params={"max_operations": 4, "size": 500})
+        other = replace(CONFIG, **changes)
         async with AsyncExitStack() as first:
             url = await first.enter_async_context(serving())
             async with client(url) as there:
                 await tasks_of(there)
                 await there.reset(TASK)
                 await first.aclose()  # and nobody calls before the port is taken again
-                async with serving(other, port=int(url.rpartition(":")[2])):
-                    with pytest.raises(EnvironmentServerError, match=r"started again|max_operations is 4 there"):
+                async with serving(other, port=int(url.rpartition(":")[2]), token=token):
+                    with pytest.raises(EnvironmentServerError, match=words):
                         await there.reset(TASK)
                     assert await num_states(url) == 0
 
     asyncio.run(run())
+    assert "is lost: it was started again" in capfd.readouterr().err
 
 
 def test_what_is_no_request_is_refused_in_a_sentence(monkeypatch):
@@ -280,8 +288,11 @@ def test_what_is_no_request_is_refused_in_a_sentence(monkeypatch):
                 (b" " * (1 << 21), "expected a request of at most 1 MiB, found more"),
                 (b"\xff", "expected JSON"),
                 (b'{"client": "c", "state": NaN}', "expected states by their numbers"),
+                (b'{"client": "c", "state": 1}', "expected a task"),
+                (b'{"client": "c", "state": 1, "next": 2, "action": 3}', "expected an action as text"),
             ):
-                async with session.post(f"{url}/reset", data=body) as response:
+                path = "step" if b"action" in body else "reset"
+                async with session.post(f"{url}/{path}", data=body) as response:
                     assert 400 <= response.status < 500 and words in (await response.json())["error"]
             async with session.get(f"{url}/task?split=train&number={'1' * 5000}") as response:
                 assert "expected a number below 500" in (await response.json())["error"]

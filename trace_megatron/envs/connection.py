@@ -31,6 +31,7 @@ MAX_CALLS = 256
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.5, 30.0  # before a lost server is asked again; doubled each time
 _LEAVE_S = 5.0
 _FAILED = 422  # the environment itself, which has said why
+_OTHER_TOKEN = 401
 _OTHER_LIFE = 409  # a server that was started since, perhaps with another configuration
 
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # aiohttp asks no proxy either
@@ -220,6 +221,9 @@ class Connection:
             if body["life"] == self._life:  # else it is known
                 self._lose("it was started again")
             raise ServerLost(f"the environment server at {self.url} is lost: it was started again")
+        if response.status == _OTHER_TOKEN and self.alive:
+            self._lose("it was started again, with another token")
+            raise ServerLost(self._last_words())
         if response.status != 200:
             raise EnvironmentServerError(self._refusal(response.status, text))
         try:

@@ -216,6 +216,8 @@ class _Routes:
 
     async def reset(self, request: web.Request) -> web.Response:
         client, body = await self._read(request, "state")
+        if not isinstance(body.get("task"), dict):
+            raise _Refused(400, "expected a task")
         with self._held.room(client, body["state"]), _failures_told():
             state = await self._environment.reset(as_task(body["task"]))
             _keep(client, body["state"], state)
@@ -223,6 +225,8 @@ class _Routes:
 
     async def step(self, request: web.Request) -> web.Response:
         client, body = await self._read(request, "state", "next")
+        if not isinstance(body.get("action"), str):
+            raise _Refused(400, "expected an action as text")
         state = client.states.get(body["state"], _COMING)
         if state is _COMING:
             raise _Refused(
@@ -231,7 +235,7 @@ class _Routes:
                 f"run was not heard of for {self._held.lease_s:g} s",
             )
         with self._held.room(client, body["next"]), _failures_told():
-            transition = await self._environment.step(state, str(body["action"]))
+            transition = await self._environment.step(state, body["action"])
             answer = json.dumps(
                 {
                     "observation": transition.observation,
