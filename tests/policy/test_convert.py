@@ -1,6 +1,7 @@
 """Conversion of small models: bit by bit through every layout, and what interrupted or wrong input does."""
 
 import dataclasses
+import errno
 import io
 import itertools
 import json
@@ -98,10 +99,38 @@ def test_several_files_with_an_index_in_and_out(tiny, tmp_path, monkeypatch):
 
 def test_an_existing_target_is_refused(tiny, tmp_path):
     (tmp_path / "there").mkdir()
-    for run in (lambda: hf_to_megatron(tiny, tmp_path / "there", ParallelSizes()),):
-        with pytest.raises(UserError, match="there"):
-            run()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("there", "link"):
+        with pytest.raises(UserError, match=name):
+            hf_to_megatron(tiny, tmp_path / name, ParallelSizes())
     assert not list((tmp_path / "there").iterdir())
+
+
+def test_a_place_that_cannot_be_written_is_named(tiny, tmp_path):
+    with pytest.raises(UserError, match=r"config\.json/\.m\.partial', found: Not a directory"):
+        hf_to_megatron(tiny, tiny / "config.json" / "m", ParallelSizes())
+
+
+@pytest.mark.parametrize("call", ["pwrite", "rename"])  # in the middle, and at the very end
+def test_after_a_disk_that_became_full_the_same_conversion_goes_on_and_no_other(call, tiny, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    hf_to_megatron(tiny, tmp_path / "m", ParallelSizes(2, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(UserError, match=r"No space left on device.*\.back\.partial"):
+            megatron_to_hf(tmp_path / "m", tmp_path / "back")
+    config = (tmp_path / "m" / "config.json").stat()
+    os.utime(tmp_path / "m" / "config.json", (1, 1))
+    with pytest.raises(UserError, match="other options or a changed source"):
+        megatron_to_hf(tmp_path / "m", tmp_path / "back")
+    os.utime(tmp_path / "m" / "config.json", ns=(config.st_atime_ns, config.st_mtime_ns))
+    monkeypatch.setattr(os, "posix_fadvise", fail)  # nobody needs it
+    monkeypatch.setattr(rows, "_BLOCK_BYTES", 1000)
+    megatron_to_hf(tmp_path / "m", tmp_path / "back")
+    assert_same(tensors_of(tmp_path / "back"), tensors_of(tiny))
+    assert not list((tmp_path / "back").glob("conversion*"))
 
 
 def test_a_full_disk_is_told_before_anything_is_written(tiny, tmp_path, monkeypatch):
@@ -209,8 +238,8 @@ def cut(path: Path, num_bytes: int = 5) -> None:
     os.truncate(path, path.stat().st_size - num_bytes)
 
 
-def blot(path: Path, text: bytes) -> None:
-    path.write_bytes(path.read_bytes().replace(text, b"\xff" * len(text)))
+def blot(path: Path, text: bytes, other: bytes = b"") -> None:
+    path.write_bytes(path.read_bytes().replace(text, other or b"\xff" * len(text)))
 
 
 def edit_config(folder: Path, **values) -> None:
@@ -263,6 +292,7 @@ class Evil:
         (lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil())), "posix.system"),
         (lambda f: (f / ".metadata").write_bytes(b"\x8e" + b"\xff" * 8), ".metadata.*maximum size"),
         (lambda f: blot(f / "__0_0.distcp", b"_rebuild_tensor_v2"), "embedding.word.*broken data: 'utf-8' codec"),
+        (lambda f: blot(f / "__0_0.distcp", b"Rq\x0b.", b"Rr\x0b."), "embedding.word.*broken data: unpack requires"),
         (lambda f: (f / "__0_0.distcp").write_bytes(b"x" * (f / "__0_0.distcp").stat().st_size), "embedding.word"),
         (lambda f: edit_config(f, num_hidden_layers=3), r"\(3, .*decoder\.layers"),
         (lambda f: edit_config(f, vocab_size=1000), "embedding.word_embeddings"),
@@ -293,6 +323,15 @@ def test_a_part_that_was_saved_as_a_view(converted, tiny, tmp_path):
     (converted / ".metadata").write_bytes(dist_index.index_bytes([*others, moved]))
     megatron_to_hf(converted, tmp_path / "back")
     assert_same(tensors_of(tmp_path / "back"), tensors_of(tiny))
+
+
+def test_a_checkpoint_in_a_dtype_of_no_model_is_named(converted, tmp_path):
+    stored = [part for own in dist_index.read_index(converted)[0].values() for part in own]
+    others = [dataclasses.replace(part, dtype="float64" if "proj" in part.key else part.dtype) for part in stored]
+    (converted / ".metadata").write_bytes(dist_index.index_bytes(others))
+    with pytest.raises(UserError, match=r"linear_proj\.weight.*found float64"):
+        megatron_to_hf(converted, tmp_path / "back")
+    assert not list(tmp_path.glob("*back*"))
 
 
 def run_checkpoint(converted: Path, folder: Path) -> Path:

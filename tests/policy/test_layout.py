@@ -36,6 +36,8 @@ def test_key_value_heads_and_feed_forward_limit_the_ranks_too():
     check_parallel(MODEL, PolicyConfig(tensor_parallel=16))  # two ranks share a key-value head
     with pytest.raises(UserError, match="12 key-value heads"):
         check_parallel(replace(MODEL, num_heads=24, num_kv_heads=12), PolicyConfig(tensor_parallel=8))
+    with pytest.raises(UserError, match="divide the 896 rows of query, key and value, found 3"):
+        check_parallel(replace(MODEL, num_heads=12, num_kv_heads=1), PolicyConfig(tensor_parallel=3))
     with pytest.raises(UserError, match="feed-forward size 8190"):
         check_parallel(replace(MODEL, ffn_size=8190), PolicyConfig(tensor_parallel=4))
 

@@ -26,7 +26,7 @@ from trace_megatron.errors import UserError
 from trace_megatron.log import say
 from trace_megatron.policy.dist_files import MegatronFolder, MegatronWriter
 from trace_megatron.policy.hf_config import HFModelConfig, read_hf_config
-from trace_megatron.policy.hf_files import HFFolder, HFWriter, copy_companions
+from trace_megatron.policy.hf_files import HFFolder, HFWriter, copy_companions, file_stamp
 from trace_megatron.policy.layout import check_tensor_parallel
 from trace_megatron.policy.names import ParallelSizes, Weight, checkpoint_keys, exported_weights, model_weights
 from trace_megatron.policy.rows import Rows, copy_rows
@@ -87,7 +87,8 @@ def megatron_to_hf(source: str | Path, target: str | Path, like: str | Path | No
     folder = (RunCheckpoint if is_run_checkpoint(source) else MegatronFolder)(source, weights, hf)
     infos = [TensorInfo(name, shape, folder.dtype(weight)) for weight in weights for name, shape in weight.hf.items()]
     sizes = [sum(folder.dtype(w).itemsize * math.prod(shape) for shape in w.hf.values()) for w in weights]
-    with _work_folder(target, {"to": "hf", "source": folder.stamp()}, sum(sizes)) as work:
+    description = {"to": "hf", "source": folder.stamp(), "config": file_stamp({like / "config.json"})}
+    with _work_folder(target, description, sum(sizes)) as work:
         num_done = sum(len(weight.hf) for weight in weights[: work.num_done])
         writer = HFWriter(work.folder, infos, num_done)
         waiting = iter(infos[num_done:])
@@ -120,11 +121,15 @@ class _Work:
 @contextmanager
 def _work_folder(target: Path, description: dict[str, Any], num_bytes: int) -> Iterator[_Work]:
     """A folder that becomes ``target`` at the end of the block."""
-    if target.exists():
+    if os.path.lexists(target):  # also a link to nothing
         raise UserError(f"expected no folder at '{target}', found one: remove it or choose another name")
     folder = target.absolute().with_name(f".{target.name}.partial")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _DESCRIPTION).open("a+") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / _DESCRIPTION).open("a+")
+    except OSError as error:
+        raise UserError(f"expected to write to '{folder}', found: {error.strerror}: choose another place") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -133,15 +138,20 @@ def _work_folder(target: Path, description: dict[str, Any], num_bytes: int) -> I
         try:
             _check_disk(folder, num_bytes)
             yield _Work(folder, num_done)
-            (folder / _JOURNAL).unlink(missing_ok=True)
-            (folder / _DESCRIPTION).unlink()
+            os.rename(folder, target)
+            (target / _JOURNAL).unlink(missing_ok=True)  # not before: what they are of would be taken for another's
+            (target / _DESCRIPTION).unlink()
         except UserError:  # it would fail again
             shutil.rmtree(folder)
             raise
+        except OSError as error:
+            raise UserError(
+                f"expected to read and write all of '{target}', found: {error}: mend it, then the same command goes on "
+                f"from '{folder}'"
+            ) from error
         except BaseException:
             say(f"interrupted: the same command goes on from '{folder}'; remove it to start over")
             raise
-        os.rename(folder, target)
 
 
 def _resume(file: Any, folder: Path, description: dict[str, Any], target: Path) -> int:

@@ -47,6 +47,7 @@ from trace_megatron.policy.stored_tensor import Window, frame, stored_tensor
 
 _MODEL_KEYS = ("decoder.", "embedding.", "output_layer.")
 _EXTRA_STATE = "_extra_state"
+_DTYPES = {"float32", "bfloat16", "float16"}
 
 
 class MegatronFolder:
@@ -143,6 +144,12 @@ class MegatronFolder:
                         "save it again"
                     )
             used.update(pair for keys in checkpoint_keys(weight) for pair in keys)
+            dtypes = {part.dtype for key, lead in keys for part in self._parts_of(key, lead)}
+            if len(dtypes) > 1 or not dtypes <= _DTYPES:
+                raise UserError(
+                    f"expected '{keys[0][0]}' in '{self._folder}' as one of {', '.join(sorted(_DTYPES))}, found "
+                    f"{' and '.join(sorted(dtypes))}: save it as one of them"
+                )
         for key in self._sizes:
             if key.startswith(_MODEL_KEYS) and key not in used and _EXTRA_STATE not in key:
                 raise UserError(f"expected no '{key}' in '{self._folder}', found it: config.json is of another model")

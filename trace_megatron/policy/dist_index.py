@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
+import struct
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ BROKEN_PICKLE = (
     ValueError,
     OverflowError,
     MemoryError,
+    struct.error,
 )
 """What reading a damaged pickle ends in."""
 

@@ -39,6 +39,9 @@ def check_tensor_parallel(model: HFModelConfig, size: int, option: str) -> None:
             f"expected {option} to divide the model's {model.num_kv_heads} key-value heads or to be a multiple of "
             f"them, found {size}"
         )
+    num_rows = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    if num_rows % size:
+        raise UserError(f"expected {option} to divide the {num_rows} rows of query, key and value, found {size}")
     if not model.num_experts and model.ffn_size % size:
         raise UserError(f"expected {option} to divide the model's feed-forward size {model.ffn_size}, found {size}")
 

@@ -9,6 +9,7 @@ import io
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -137,7 +138,8 @@ def _let_go(tensor: Rows, first: int, stop: int) -> None:
     for piece, rows, _, place in _overlaps(tensor, first, stop):
         length = (rows.stop - rows.start) * len(piece.columns)
         if length >= _BLOCK_BYTES // 2:
-            os.posix_fadvise(piece.file.fileno(), place, length, os.POSIX_FADV_DONTNEED)
+            with suppress(OSError):  # advice, which a file system need not take
+                os.posix_fadvise(piece.file.fileno(), place, length, os.POSIX_FADV_DONTNEED)
 
 
 def _read(source: Rows, block: np.ndarray, first: int) -> None:
