@@ -146,15 +146,42 @@ def test_what_fails_in_the_background_fails_the_update_and_not_the_next(monkeypa
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def test_large_layers_are_packed_by_all_threads_and_small_ones_by_one(monkeypatch):
+    found, before = {}, torch.get_num_threads()
+    take_in = direct_loading._Layer.take_in
+
+    def noting(layer):
+        found[type(layer.module)] = torch.get_num_threads()
+        take_in(layer)
+
+    model = Model()
+    watch = load_layerwise(model, tensors(1), watched=True)
+    monkeypatch.setattr(direct_loading, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(direct_loading._Layer, "take_in", noting)
+    torch.set_num_threads(2)
+    try:
+        direct = DirectLoading(model, None, watch)
+        for _ in range(2):
+            direct.start()
+            direct.load(iter(tensors(2).items()))
+            direct.finish()
+            assert found == {Fused: 2, Norm: 1}
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_after_an_update_that_the_loader_refused_another_is_whole():
     model = Model()
     load_layerwise(model, tensors(1))
+    before = [result.clone() for result in model.results()]
     loading = LayerwiseLoading(model, None, True)
     loading.load(iter([("gate", tensors(2)["gate"])]))
     assert {"fused", "norm.weight"} < set(loading.unfilled())
-    with pytest.raises(ValueError, match=r"refused a tensor, 'up' of shape \(3,\)"):
-        loading.load(iter([("up", torch.zeros(3))]))
-    loading.give_up()
+    with pytest.raises(ValueError, match=r"refused a tensor, 'up' of shape \(32,\)"):
+        loading.load(iter([("up", torch.zeros(ROWS))]))
+    loading.give_up()  # without another try of what was refused
+    for found, expected in zip(model.results(), before, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert not load_layerwise(model, tensors(3), watched=True).obstacle
     other = Model()
     load_layerwise(other, tensors(3))

@@ -187,11 +187,9 @@ class DirectLoading:
             for layer in self._layers.values():
                 if getattr(layer.module, "weight", None) is head.weight:
                     layer.heads.append(head)
-        self._background = ThreadPoolExecutor(1)
-        # Each is one thread to torch. vLLM replaces torch.set_num_threads by a warning, for the sake of its own thread.
-        self._side_by_side = ThreadPoolExecutor(
-            torch.get_num_threads(), initializer=torch._C.set_num_threads, initargs=(1,)
-        )
+        num_threads = torch.get_num_threads()
+        self._background = ThreadPoolExecutor(1, initializer=_compute_with, initargs=(num_threads,))
+        self._side_by_side = ThreadPoolExecutor(num_threads, initializer=_compute_with, initargs=(1,))
         self._at_work: Future[None] | None = None
         """Until what the last call of ``load`` brought is in its place."""
 
@@ -266,6 +264,12 @@ def pack(layer: torch.nn.Module, weight: torch.Tensor) -> None:
         layer.quant_method.process_weights_after_loading(layer)
     finally:
         layer.register_parameter("weight", held)
+
+
+def _compute_with(num_threads: int) -> None:
+    """Have torch use as many in what this thread computes, whatever is set in others."""
+    torch.get_num_threads()  # the first time, a thread takes over the number that any thread was given last
+    torch._C.set_num_threads(num_threads)  # vLLM replaces torch's own by a warning, for the sake of its own thread
 
 
 def _like(layout: torch.Tensor) -> torch.Tensor:

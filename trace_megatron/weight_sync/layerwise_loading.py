@@ -70,5 +70,12 @@ class LayerwiseLoading:
             self._rehearsal.compare()
 
     def give_up(self) -> None:
-        """Layers that stay half-loaded would count the next update's tensors and start on a mixture."""
+        """Put back what layers had that are not whole: they would count the next update's tensors, start on a mixture.
+
+        What they were given goes first, as vLLM would load it into them once more: also what they refused.
+        """
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
         finalize_layerwise_reload(self._model, self._model_config)
