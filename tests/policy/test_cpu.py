@@ -37,4 +37,5 @@ def test_of_all_functions_megatrons_alone_stay_uncompiled(monkeypatch):
     cpu.install_without_compiler()
     assert torch.compile(clip_grad_by_total_norm_fp32) is clip_grad_by_total_norm_fp32
     assert torch.compile(len, dynamic=True) == ("compiled", len, {"dynamic": True})
+    assert torch.compile(method := torch.ones(1).add) == ("compiled", method, {})
     assert torch.compile(dynamic=True) == ("compiled", None, {"dynamic": True})

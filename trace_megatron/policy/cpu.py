@@ -89,7 +89,7 @@ class _TorchOnCPU(types.ModuleType):
 def _but_megatron(compile: Callable) -> Callable:
     @functools.wraps(compile)
     def call(model=None, *args, **kwargs):
-        of_megatron = getattr(model, "__module__", "").startswith("megatron.core.")
+        of_megatron = str(getattr(model, "__module__", "")).startswith("megatron.core.")  # None of a tensor's methods
         return model if of_megatron else compile(model, *args, **kwargs)
 
     return call

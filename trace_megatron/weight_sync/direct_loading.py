@@ -238,7 +238,11 @@ class DirectLoading:
             at_work.result()
 
     def unfilled(self) -> list[str]:
-        """Layers of which something has not arrived."""
+        """Layers of which something has not arrived, when all else is in its place.
+
+        What fails fails here: vLLM can leave an update before its end, but never starts another after a failed end.
+        """
+        self._wait()
         return [self._names[layer.module] for layer in self._layers.values() if not layer.complete]
 
     def finish(self) -> None:
