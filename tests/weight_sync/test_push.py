@@ -24,7 +24,7 @@ from trace_megatron.rollout.engine_main import shared_files
 from trace_megatron.rollout.engine_process import processes_below
 from trace_megatron.rollout.vllm_engine import VLLMEngine
 from trace_megatron.types import TensorInfo
-from trace_megatron.weight_sync import shared_memory
+from trace_megatron.weight_sync import shared_memory, transfer
 from trace_megatron.weight_sync.push import WeightSync
 from trace_megatron.weight_sync.verify import verify
 
@@ -206,6 +206,18 @@ def test_a_wrong_set_of_tensors_stops_the_engine_until_a_push_succeeds(loop, eng
     with pytest.raises(EngineError, match="weight sync failed"):
         sample(loop, engine)
     assert loop.run(engine.control("is_paused"))
+    push(loop, sync, old, version=21)
+    assert_samples_from(loop, engine, old, version=21)
+
+
+def test_an_engine_whose_update_fails_elsewhere_leaves_it_too(loop, engine, sync, old, monkeypatch):
+    def fail(self, weight_version=None):
+        raise EngineError("another engine's weights are not whole")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer.EngineClient, "finish_weight_update", fail)
+        with pytest.raises(WeightSyncError, match="another engine"):
+            push(loop, sync, old, version=20)
     push(loop, sync, old, version=21)
     assert_samples_from(loop, engine, old, version=21)
 

@@ -95,17 +95,15 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
         self._discard([bucket for bucket in self._buckets if not bucket.returned])
         try:
             self._send_buckets()
-        except EngineError:
-            self._discard(list(self._buckets))
-            raise  # the receiver failed, and with that left the update
+            started = time.perf_counter()
+            self.client.finish_weight_update()
+            self.parts.finish_s = time.perf_counter() - started
         except BaseException:
             self._discard(list(self._buckets))
-            with suppress(EngineError):  # to fail is vLLM's only way to leave an update
+            # To fail is vLLM's only way to leave an update: all receivers must, not only one that raised this error.
+            with suppress(EngineError):
                 self.client.update_weights(asdict(BucketInfo(aborted=True)))
             raise
-        started = time.perf_counter()
-        self.client.finish_weight_update()
-        self.parts.finish_s = time.perf_counter() - started
 
     def close(self) -> None:
         """Give the shared memory back."""
