@@ -117,6 +117,7 @@ def test_after_a_disk_that_became_full_the_same_conversion_goes_on_and_no_other(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     hf_to_megatron(tiny, tmp_path / "m", ParallelSizes(2, 1))
+    monkeypatch.setattr(convert, "_COMMIT_BYTES", 1000)
     with monkeypatch.context() as patch:
         patch.setattr(os, call, fail)
         with pytest.raises(UserError, match=r"No space left on device.*\.back\.partial"):
@@ -126,6 +127,11 @@ def test_after_a_disk_that_became_full_the_same_conversion_goes_on_and_no_other(
     with pytest.raises(UserError, match="other options or a changed source"):
         megatron_to_hf(tmp_path / "m", tmp_path / "back")
     os.utime(tmp_path / "m" / "config.json", ns=(config.st_atime_ns, config.st_mtime_ns))
+    with monkeypatch.context() as patch:
+        patch.setattr(convert.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+        with pytest.raises(UserError, match="free disk"):
+            megatron_to_hf(tmp_path / "m", tmp_path / "back")
+    assert (tmp_path / ".back.partial").exists() == (call == "rename")  # what is there stays
     monkeypatch.setattr(os, "posix_fadvise", fail)  # nobody needs it
     monkeypatch.setattr(rows, "_BLOCK_BYTES", 1000)
     megatron_to_hf(tmp_path / "m", tmp_path / "back")

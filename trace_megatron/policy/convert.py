@@ -137,6 +137,11 @@ def _work_folder(target: Path, description: dict[str, Any], num_bytes: int) -> I
         num_done = _resume(file, folder, description, target)
         try:
             _check_disk(folder, num_bytes)
+        except UserError:
+            if not num_done:
+                shutil.rmtree(folder)
+            raise
+        try:
             yield _Work(folder, num_done)
             os.rename(folder, target)
             (target / _JOURNAL).unlink(missing_ok=True)  # not before: what they are of would be taken for another's
