@@ -137,11 +137,9 @@ class MegatronFolder:
                 parts = self._parts_of(key, lead)
                 num_found = sum(math.prod(part.shape) for part in parts)
                 twice = any(one.overlaps(other) for one, other in itertools.combinations(parts, 2))
-                mixed = len({part.dtype for part in parts}) > 1
-                if num_found != math.prod(found[len(lead) :]) or twice or mixed:
+                if num_found != math.prod(found[len(lead) :]) or twice:
                     raise UserError(
-                        f"expected all parts of '{key}' in '{self._folder}', each once and of one dtype, found others: "
-                        "save it again"
+                        f"expected all parts of '{key}' in '{self._folder}', each once, found others: save it again"
                     )
             used.update(pair for keys in checkpoint_keys(weight) for pair in keys)
             dtypes = {part.dtype for key, lead in keys for part in self._parts_of(key, lead)}
