@@ -8,7 +8,7 @@ Our part: taking HF tensors out of Megatron's fused parameters as at TP 1 (gathe
 (write). Alone, no engine loads beside it. Then vLLM's part alone: what a CPU's engine does to the weight of every
 linear layer and of the output head, with nothing around it. A copy of as many bytes is timed in turn with each, by
 torch, with as many threads as cores. Medians of five; the first push into an engine, through vLLM's own loader, is
-printed by itself.
+printed by itself. At last the same buckets are sent again and again, so that the trainer neither gathers nor writes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,8 +39,9 @@ from trace_megatron.rollout.vllm_engine import VLLMEngine
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync.push import WeightSync
 from trace_megatron.weight_sync.sender import SharedMemorySender, SharedMemoryTrainerInfo
-from trace_megatron.weight_sync.shared_memory import MappedBucket
+from trace_megatron.weight_sync.shared_memory import Bucket, MappedBucket
 from trace_megatron.weight_sync.source import PolicySource
+from trace_megatron.weight_sync.transfer import EngineClient
 
 PUSHES = 5
 
@@ -184,8 +186,64 @@ async def measure(model: str | Path, arguments: argparse.Namespace, tensors: dic
                 f"({first_s * 1e3:.0f} the first time): {100 * copy_s / parts['seconds']:.0f} % of memcpy's speed",
                 flush=True,
             )
+            await measure_unwritten(engine, infos, tensors, bucket_mib)
     finally:
         await engine.close()
+
+
+async def measure_unwritten(
+    engine: VLLMEngine, infos: list[TensorInfo], tensors: dict[str, torch.Tensor], bucket_mib: int
+) -> None:
+    """What is left of a push where the trainer has nothing to do."""
+    client, source = EngineClient([engine], asyncio.get_running_loop()), PolicySource()
+    client.paused = Future()
+    client.paused.set_result(None)
+    info = SharedMemoryTrainerInfo(rank=0, bucket_bytes=bucket_mib * 2**20)
+    sender = await asyncio.to_thread(RepeatingSender.trainer_init, info, client=client, source=source)
+    plain = torch.ones(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    target = torch.zeros_like(plain)
+    copies, pushes = [], []
+    for _ in range(PUSHES + 1):
+        started = time.perf_counter()
+        target.copy_(plain)
+        copies.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        await engine.control("pause_generation", mode="keep", clear_cache=True)
+        source.renew(infos, tensors.items())
+        await asyncio.to_thread(sender.send_weights)
+        await engine.control("reset_prefix_cache")
+        await engine.control("resume_generation")
+        pushes.append(time.perf_counter() - started)
+    sender.close()
+    copy_s, push_s = (statistics.median(seconds[1:]) for seconds in (copies, pushes))
+    print(
+        f"the same without gathering and writing, ms: memcpy {copy_s * 1e3:.0f}, seconds {push_s * 1e3:.0f}: "
+        f"{100 * copy_s / push_s:.0f} % of memcpy's speed",
+        flush=True,
+    )
+
+
+class RepeatingSender(SharedMemorySender):
+    """Sends what it wrote the first time."""
+
+    def _send_buckets(self) -> None:
+        self._written = iter(list(self._buckets))
+        super()._send_buckets()
+
+    def _fill(self, tensors, capacity: int) -> Bucket:
+        bucket = next(self._written, None)
+        if bucket is None:
+            return super()._fill(tensors, capacity)
+        for _ in bucket.entries:
+            tensors.take()
+        bucket.lend()
+        return bucket
+
+    def _free_bucket(self, capacity: int) -> Bucket:
+        """Another one for each, so that all stay as they are."""
+        bucket = Bucket(capacity)
+        self._buckets.append(bucket)
+        return bucket
 
 
 if __name__ == "__main__":
