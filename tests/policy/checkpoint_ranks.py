@@ -19,8 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.policy.layout_ranks import DP2, EP2, PP2, SP, TP2, VP2, Layout, in_driver_form, join_world, step_batches
 from trace_megatron.config import LossConfig, OptimizerConfig, PolicyConfig
 from trace_megatron.errors import UserError
+from trace_megatron.memfd import place_of
 from trace_megatron.policy import parallel
 from trace_megatron.policy.worker import Policy
+from trace_megatron.split_tensor import SplitTensor
 
 MODEL, EXPERTS = "llama-tied", "qwen3-moe"
 SAVED = {
@@ -97,6 +99,8 @@ def resume(folder: Path, source: str, name: str, policy: Policy, batches) -> Non
 
 
 def report(folder: Path, name: str, policy: Policy, steps) -> None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # after the CPU layer
+
     (folder / f"{name}.json").write_text(json.dumps([dataclasses.asdict(stats) for stats in steps]))
     infos, weights = policy.weights()
     weights = {key: value.clone() for key, value in weights}
@@ -104,6 +108,16 @@ def report(folder: Path, name: str, policy: Policy, steps) -> None:
         (key, tuple(value.shape), value.dtype) for key, value in weights.items()
     ]
     save_file(weights, folder / f"{name}.safetensors")
+    again, tensors = policy.weights_in_place()
+    assert again == infos
+    uncopied = 0
+    for key, tensor in tensors:
+        split = tensor if isinstance(tensor, SplitTensor) else SplitTensor.of(tensor)
+        assert torch.equal(split.join(), weights[key]), key
+        uncopied += all(map(place_of, split.parts))
+    parts = policy._trainer.optimizer.chained_optimizers
+    moved = any(isinstance(part, DistributedOptimizer) for part in parts)  # into Megatron's buffers
+    assert (uncopied == 0) if moved else (uncopied == len(infos)), (name, uncopied)
 
 
 def refuse(folder: Path, policy: Policy, batches) -> None:

@@ -24,6 +24,8 @@ cpu.install()
 from megatron.core import dist_checkpointing  # noqa: E402, after the CPU layer
 
 from tests.policy.layout_ranks import join_world  # noqa: E402
+from trace_megatron.memfd import place_of, share  # noqa: E402
+from trace_megatron.policy import shared_weights  # noqa: E402
 from trace_megatron.policy.hf_config import read_hf_config  # noqa: E402
 from trace_megatron.policy.hf_weights import hf_tensor_infos, iter_hf_weights, load_hf_weights  # noqa: E402
 from trace_megatron.policy.live_weights import held_names, iter_full_weights, iter_held_weights  # noqa: E402
@@ -59,6 +61,7 @@ def main(work: Path) -> None:
 def check(work: Path, name: str, model: str, policy: PolicyConfig) -> None:
     hf = read_hf_config(work / model)
     chunks = build_model(hf, policy)
+    share(parameter for chunk in chunks for parameter in chunk.parameters())
     load_hf_weights(chunks, work / model, hf)
     expected = {key: value.detach().clone() for key, value in named_parameters(chunks).items()}
 
@@ -92,6 +95,22 @@ def check(work: Path, name: str, model: str, policy: PolicyConfig) -> None:
             assert_whole(item, info)
         else:
             assert item == (info.name, None)
+    shared = shared_weights.connect(chunks, hf, dist.group.WORLD)
+    assert (shared is not None) == (dist.get_rank() == 0)
+    for sign in (1, -1, 1):
+        if shared is not None:
+            for (key, split), info in zip(shared, infos, strict=True):
+                assert split.shape == info.shape
+                assert_whole((key, sign * split.join()), info)
+                # Where ranks outnumber the key-value heads, queries, keys and values are put together.
+                assert all(map(place_of, split.parts)) or (name == "qwen3-tp4" and "_proj" in key), key
+        dist.barrier()
+        for parameter in named_parameters(chunks).values():
+            parameter.data.mul_(-1)
+        dist.barrier()
+    for parameter in named_parameters(chunks).values():
+        parameter.data.mul_(-1)
+    dist.barrier()
     for _ in range(2):
         for item, info in zip(iter_full_weights(chunks, hf), infos, strict=True):
             assert_whole(item, info)

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from trace_megatron.policy.hf_config import HFModelConfig
+from trace_megatron.split_tensor import SplitTensor
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _LAYERS, _EXPERTS = "decoder.layers.", "mlp.experts.local_experts."
@@ -175,27 +176,37 @@ def to_shard(weight: Weight, tensors: list[torch.Tensor], hf: HFModelConfig, ran
             return torch.cat([tensor.chunk(size)[rank] for tensor in tensors])
 
 
-def from_shards(weight: Weight, shards: list[torch.Tensor], hf: HFModelConfig) -> list[torch.Tensor]:
+def from_shards(weight: Weight, shards: Sequence[torch.Tensor], hf: HFModelConfig) -> list[torch.Tensor]:
     """The HF tensors ``weight.hf``, from what the tensor-parallel ranks hold, in the ranks' order; views of a single
     rank's shard where they can be."""
+    return [split.join() for split in split_tensors(weight, shards, hf)]
+
+
+def split_tensors(weight: Weight, shards: Sequence[torch.Tensor], hf: HFModelConfig) -> list[SplitTensor]:
+    """The same as parts that are views of the shards.
+
+    Queries, keys and values are [groups, rows of a group, ...] there. Where the split cuts through groups, they are
+    views of the joined shards.
+    """
+    axis = weight.layout.split_axis or 0
     match weight.layout:
         case Layout.WHOLE:
-            return [shards[0]]
+            split = [shards[:1]]
         case Layout.COLUMNS:
-            return [_join(shards, dim=1)]
+            split = [shards]
         case Layout.VOCAB:
-            return [_join(shards)[: hf.vocab_size]]
+            firsts = accumulate((shard.shape[0] for shard in shards), initial=0)
+            cut = [shard[: max(hf.vocab_size - first, 0)] for shard, first in zip(shards, firsts, strict=False)]
+            split = [[part for part in cut if part.numel()]]
         case Layout.QKV:
-            grouped = _join(shards)
-            grouped = grouped.view(hf.num_kv_heads, -1, *grouped.shape[1:])
+            if hf.num_kv_heads % len(shards):
+                shards = [torch.cat(tuple(shards))]
+            grouped = [shard.view(hf.num_kv_heads // len(shards), -1, *shard.shape[1:]) for shard in shards]
             rows = [hf.num_heads // hf.num_kv_heads * hf.head_dim, hf.head_dim, hf.head_dim]
-            return [part.flatten(0, 1) for part in grouped.split(rows, dim=1)]
+            split = zip(*(shard.split(rows, dim=1) for shard in grouped), strict=True)
         case Layout.GATE_UP:
-            return [_join(halves) for halves in zip(*(shard.chunk(2) for shard in shards), strict=True)]
-
-
-def _join(shards: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    return shards[0] if len(shards) == 1 else torch.cat(tuple(shards), dim=dim)
+            split = zip(*(shard.chunk(2) for shard in shards), strict=True)
+    return [SplitTensor(shape, tuple(parts), axis) for shape, parts in zip(weight.hf.values(), split, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

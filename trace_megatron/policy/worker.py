@@ -15,7 +15,8 @@ import torch.distributed as dist
 from trace_megatron.algorithm.pack import with_old_logprobs
 from trace_megatron.config import LossConfig, OptimizerConfig, PolicyConfig
 from trace_megatron.errors import UserError
-from trace_megatron.policy import checkpoint, parallel
+from trace_megatron.memfd import share
+from trace_megatron.policy import checkpoint, parallel, shared_weights
 from trace_megatron.policy.broadcast import Command, receive_command, send_command
 from trace_megatron.policy.flops import attention_blocks, model_flops, peak_memory_bytes, peak_tflops
 from trace_megatron.policy.forward import EdgeForward
@@ -23,6 +24,7 @@ from trace_megatron.policy.hf_config import read_hf_config
 from trace_megatron.policy.hf_weights import export_hf, hf_tensor_infos, iter_hf_weights, load_hf_weights
 from trace_megatron.policy.model import DTYPES, build_model
 from trace_megatron.policy.trainer import Trainer, Update, pack_logprobs
+from trace_megatron.split_tensor import SplitTensor
 from trace_megatron.types import TensorInfo, TrainStats, TreeBatch
 
 MicroBatches = Sequence[Sequence[TreeBatch]]
@@ -72,6 +74,8 @@ class Policy:
         self._ranks = parallel.initialize(policy, seed)
         self._forward = EdgeForward(temperature, self._hf.vocab_size, self._ranks.device)
         model = build_model(self._hf, policy)
+        if self._ranks.device.type == "cpu":
+            share(parameter for chunk in model for parameter in chunk.parameters())
         load_hf_weights(model, policy.model, self._hf)
         self._reference = None
         if loss.kl_coef:
@@ -79,6 +83,7 @@ class Policy:
         self._gathering: Iterator[tuple[str, torch.Tensor]] = iter(())
         self._save: checkpoint.Save | None = None
         self._trainer = Trainer(model, self._forward, optimizer, loss, total_steps, self._ranks)
+        self._shared = shared_weights.connect(model, self._hf, self._ranks.command_group)
 
     @property
     def is_driver(self) -> bool:
@@ -192,6 +197,12 @@ class Policy:
         """
         return hf_tensor_infos(self._hf, DTYPES[self._config.dtype]), self._iter_weights()
 
+    def weights_in_place(self) -> tuple[list[TensorInfo], Iterator[tuple[str, torch.Tensor | SplitTensor]]]:
+        """As ``weights``, but of tensors that this rank can read where they are kept, whichever rank keeps them, the
+        parts, uncopied: what they hold is right until the next step."""
+        infos, tensors = self.weights()
+        return infos, tensors if self._shared is None else self._iter_in_place()
+
     def start_checkpoint(self, folder: str | Path) -> None:
         """Copy weights, optimizer state and step, to be written into ``folder`` while the caller goes on.
 
@@ -245,6 +256,8 @@ class Policy:
                 case "weights":
                     for _ in iter_hf_weights(self._trainer.model_chunks, self._hf):
                         pass
+                case "weights_in_place":
+                    dist.barrier(group=self._ranks.command_group)
                 case "offload":
                     self._trainer.offload()
                 case "onload":
@@ -309,6 +322,11 @@ class Policy:
         self._gathering = iter_hf_weights(self._trainer.model_chunks, self._hf)
         for item in self._gathering:  # noqa: UP028, "yield from" would end it where the caller stops
             yield item
+
+    def _iter_in_place(self) -> Iterator[tuple[str, SplitTensor]]:
+        self._send(Command("weights_in_place"))
+        dist.barrier(group=self._ranks.command_group)  # every rank has ended its part of the last step
+        yield from self._shared
 
     def _start_checkpoint(self, folder: str | Path) -> None:
         self._save = checkpoint.start_save(folder, self._trainer, self._describe())
