@@ -208,7 +208,8 @@ def _push_to_all(parts: Parts, version: int) -> SyncStats:
 
     def push() -> SyncStats:
         parts.loop.run(engines.heal())
-        sync = parts.weight_sync.push(*parts.policy.weights(), version, before_resume=parts.colocation.end_push)
+        weights = parts.policy.weights_in_place()
+        sync = parts.weight_sync.push(*weights, version, before_resume=parts.colocation.end_push)
         return parts.loop.run(sync)
 
     parts.loop.run(parts.colocation.begin_push())

@@ -7,6 +7,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
+from trace_megatron.split_tensor import SplitTensor
 from trace_megatron.weight_sync import direct_loading
 from trace_megatron.weight_sync.direct_loading import DirectLoading
 from trace_megatron.weight_sync.layerwise_loading import LayerwiseLoading
@@ -71,6 +72,10 @@ def tensors(seed, dtype=torch.float32):
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in zip(NAMES, shapes, strict=True)}
 
 
+def in_one_part(tensors):
+    return [(name, SplitTensor.of(tensor)) for name, tensor in tensors]
+
+
 def load_layerwise(model, tensors, watched=False):
     loading = LayerwiseLoading(model, None, watched)
     for item in tensors.items():  # each in a bucket of its own: the layer waits for its parts
@@ -101,7 +106,7 @@ def test_copies_do_what_the_loader_does(monkeypatch, dtype, arrangement):
             new |= {"gate": memory[:ROWS], "up": memory[ROWS // 2 : ROWS // 2 + ROWS]}
         direct.start()
         for items in [[item] for item in new.items()] if arrangement == "apart" else [list(new.items())]:
-            direct.load(iter(items))
+            direct.load(in_one_part(items))
         direct.finish()
         assert not direct.unfilled()
         load_layerwise(other, new)
@@ -119,10 +124,10 @@ def test_a_set_of_tensors_unlike_the_first_is_refused():
     for name, tensor in (("other", torch.zeros(3)), ("up", torch.zeros(3)), ("norm", torch.ones(COLUMNS).bfloat16())):
         direct.start()
         with pytest.raises(ValueError, match=f"found '{name}'"):
-            direct.load(iter([(name, tensor)]))
+            direct.load(in_one_part([(name, tensor)]))
         direct.give_up()
     direct.start()
-    direct.load(iter([item for item in tensors(2).items() if item[0] != "up"]))
+    direct.load(in_one_part(item for item in tensors(2).items() if item[0] != "up"))
     assert direct.unfilled() == ["fused"]
 
 
@@ -134,12 +139,12 @@ def test_what_fails_in_the_background_fails_the_update_and_not_the_next(monkeypa
     direct.start()
     with monkeypatch.context() as patch:
         patch.setattr(model.fused, "quant_method", None)
-        direct.load(iter(tensors(2).items()))
+        direct.load(in_one_part(tensors(2).items()))
         with pytest.raises(AttributeError, match="process_weights_after_loading"):
             direct.unfilled()  # not only at the end, which vLLM expects to succeed
     direct.give_up()
     direct.start()
-    direct.load(iter(tensors(3).items()))
+    direct.load(in_one_part(tensors(3).items()))
     direct.finish()
     load_layerwise(other, tensors(3))
     for found, expected in zip(model.results(), other.results(), strict=True):
@@ -163,7 +168,7 @@ def test_large_layers_are_packed_by_all_threads_and_small_ones_by_one(monkeypatc
         direct = DirectLoading(model, None, watch)
         for _ in range(2):
             direct.start()
-            direct.load(iter(tensors(2).items()))
+            direct.load(in_one_part(tensors(2).items()))
             direct.finish()
             assert found == {Fused: 2, Norm: 1}
     finally:

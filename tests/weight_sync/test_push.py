@@ -17,12 +17,14 @@ from tests.tiny_models import write_tiny_model
 from trace_megatron.config import EngineConfig, SyncConfig
 from trace_megatron.errors import UserError, WeightSyncError
 from trace_megatron.event_loop import EventLoop
+from trace_megatron.memfd import share
 from trace_megatron.policy.convert import hf_to_megatron, megatron_to_hf
 from trace_megatron.policy.names import ParallelSizes
 from trace_megatron.rollout.engine import EngineError, SamplingSettings
 from trace_megatron.rollout.engine_main import shared_files
 from trace_megatron.rollout.engine_process import processes_below
 from trace_megatron.rollout.vllm_engine import VLLMEngine
+from trace_megatron.split_tensor import SplitTensor
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync import shared_memory, transfer
 from trace_megatron.weight_sync.push import WeightSync
@@ -132,8 +134,11 @@ def test_a_push_replaces_the_weights(loop, engine, sync, old, new):
 
 def test_a_tensor_that_changed_on_its_way_is_named(loop, engine, old, new, monkeypatch):
     add, changed = shared_memory.Bucket.add, "model.layers.1.mlp.down_proj.weight"
+
     # a bit in transit: what is copied is not what the trainer has
-    flip = lambda self, name, tensor: add(self, name, tensor + (name == changed) * 1e-3)  # noqa: E731
+    def flip(self, name, split, checksums):
+        add(self, name, SplitTensor.of(split.join() + (name == changed) * 1e-3), checksums)
+
     sync = WeightSync(engine, SyncConfig(bucket_mib=1))
     with monkeypatch.context() as patch:
         patch.setattr(shared_memory.Bucket, "add", flip)
@@ -144,6 +149,33 @@ def test_a_tensor_that_changed_on_its_way_is_named(loop, engine, old, new, monke
     assert push(loop, sync, old, version=8).checksum_s > 0
     assert push(loop, sync, old, version=8).checksum_s == 0
     assert_samples_from(loop, engine, old, version=8)
+
+
+def test_shared_parameters_are_read_where_they_are_and_not_kept(loop, engine, old, new):
+    """In halves, as two tensor-parallel ranks hold them: first by vLLM's loader, then straight into their places."""
+    halves = {}
+    for name, tensor in new.tensors.items():
+        axis = int(tensor.ndim == 2 and "down_proj" in name)
+        halves[name] = axis, [torch.nn.Parameter(half.clone(), False) for half in tensor.chunk(2, dim=axis)]
+    for rank in range(2):
+        share(parts[rank] for _, parts in halves.values())
+    splits = {name: SplitTensor(new.tensors[name].shape, tuple(parts), axis) for name, (axis, parts) in halves.items()}
+    sync = WeightSync(engine, SyncConfig(bucket_mib=1))
+    with pytest.raises(WeightSyncError, match=WITHHELD):
+        push(loop, sync, old, version=8, tensors=iter(withheld(old)[0]))
+    for version, weights in enumerate((new, old, new), start=9):
+        for name, (axis, parts) in halves.items():
+            for part, half in zip(parts, weights.tensors[name].chunk(2, dim=axis), strict=True):
+                part.copy_(half)
+        stats = push(loop, sync, weights, version, tensors=splits.items())
+        assert (stats.checksum_s > 0) == (version == 9)
+        assert not any(bucket.size for bucket in sync._transfer._sender._buckets)
+        for _, parts in halves.values():
+            for part in parts:
+                part.fill_(float("nan"))  # as the trainer's next step may
+        assert_samples_from(loop, engine, weights, version)
+    sync._transfer.close()
+    push(loop, WeightSync(engine, SyncConfig(bucket_mib=1)), old, version=8)
 
 
 def test_the_verifier_knows_whose_weights_they_are(loop, engine, sync, old, new):

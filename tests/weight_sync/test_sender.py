@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from trace_megatron.errors import WeightSyncError
+from trace_megatron.memfd import map_bytes, share
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync.sender import SharedMemorySender, SharedMemoryTrainerInfo
-from trace_megatron.weight_sync.shared_memory import MappedBucket
+from trace_megatron.weight_sync.shared_memory import MappedBucket, group_parts, read_parts
 from trace_megatron.weight_sync.source import PolicySource
 
 TENSORS = {f"tensor{index}": torch.full((10, index + 1), float(index)) for index in range(8)}
@@ -38,9 +39,12 @@ class ReadingClient:
         if len(self.buckets) == self.failing:
             raise EngineError("the engine's process ended")
         if not update_info["aborted"]:
-            key = update_info["key"]
-            bucket = self.mapped.setdefault(key, MappedBucket(update_info["path"], update_info["length"]))
-            read = {name: tensor.clone() for name, tensor in bucket.read(update_info["entries"])}
+            memory = update_info["memory"]
+            bucket = self.mapped.setdefault(memory.key, MappedBucket(memory))
+            read = {part.entry.name: part.tensor.clone() for part in bucket.read(update_info["entries"])}
+            for other, entries in update_info["in_place"]:
+                splits = group_parts(read_parts(map_bytes(other), entries))
+                read |= {name: split.join().clone() for name, split in splits.items()}
             assert not read.keys() & self.received.keys()
             self.received |= read
             self.buckets.append(update_info)
@@ -54,7 +58,7 @@ class ReadingClient:
 
 
 def connect(client, bucket_bytes=1 << 20):
-    source = PolicySource()
+    source = PolicySource(split=True)
     info = SharedMemoryTrainerInfo(rank=0, bucket_bytes=bucket_bytes)
     return source, SharedMemorySender.trainer_init(info, client=client, source=source)
 
@@ -78,7 +82,7 @@ def test_all_tensors_arrive_in_buckets_of_the_asked_size(bucket_bytes, holds):
         assert [bucket["expected"] for bucket in full] == [[]] * len(full)
         assert last["expected"] == list(TENSORS)
         assert source.num_bytes == sum(tensor.nbytes for tensor in TENSORS.values())
-        keys.append({bucket["key"] for bucket in client.buckets})
+        keys.append({bucket["memory"].key for bucket in client.buckets})
     assert keys[2] <= keys[0] | keys[1]  # the same memory
     if not holds and bucket_bytes == 400:
         assert len(keys[0]) <= 3 < len(client.buckets)  # one is filled, one is loaded
@@ -87,12 +91,12 @@ def test_all_tensors_arrive_in_buckets_of_the_asked_size(bucket_bytes, holds):
 
 
 def _size(bucket):
-    *_, shape, offset = bucket["entries"][-1]
-    return offset + 4 * shape[0] * shape[1] - bucket["entries"][0][3]
+    first, last = bucket["entries"][0], bucket["entries"][-1]
+    return last.offset + 4 * last.shape[0] * last.shape[1] - first.offset
 
 
 def _largest(bucket):
-    return max(4 * shape[0] * shape[1] for _, _, shape, _ in bucket["entries"])
+    return max(4 * entry.shape[0] * entry.shape[1] for entry in bucket["entries"])
 
 
 def test_a_bucket_that_is_never_returned_is_replaced():
@@ -104,7 +108,7 @@ def test_a_bucket_that_is_never_returned_is_replaced():
         source.renew(INFOS, TENSORS.items())
         sender.send_weights()
         assert len(sender._buckets) == 1
-    assert len({bucket["key"] for bucket in client.buckets}) == 3
+    assert len({bucket["memory"].key for bucket in client.buckets}) == 3
     sender.close()
     assert not sender._buckets
 
@@ -118,9 +122,29 @@ def test_checksums_travel_where_they_are_asked_for():
         sender.with_checksums = asked
         source.renew(INFOS, TENSORS.items())
         sender.send_weights()
-        found = [value for bucket in client.buckets for value in bucket["checksums"]]
-        assert found == ([zlib.crc32(tensor.numpy().tobytes()) for tensor in TENSORS.values()] if asked else [])
+        found = [entry.checksum for bucket in client.buckets for entry in bucket["entries"]]
+        assert found == [zlib.crc32(tensor.numpy().tobytes()) if asked else None for tensor in TENSORS.values()]
         assert (sender.parts.checksum_s > 0) == asked
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
+def test_parameters_that_the_engine_can_read_are_not_copied(bucket_bytes):
+    shared = {name: torch.nn.Parameter(tensor.clone(), requires_grad=False) for name, tensor in TENSORS.items()}
+    del shared["tensor5"]  # is on another machine
+    share(shared.values())
+    client = ReadingClient()
+    source, sender = connect(client, bucket_bytes)
+    for scale in (1, 2, 3):
+        client.buckets.clear()
+        client.received.clear()
+        source.renew(INFOS, ((name, shared.get(name, tensor * scale)) for name, tensor in TENSORS.items()))
+        sender.send_weights()
+        assert all(torch.equal(client.received[name], tensor * scale) for name, tensor in TENSORS.items())
+        assert [entry.name for bucket in client.buckets for entry in bucket["entries"]] == ["tensor5"]
+        assert len(client.buckets) == 2  # all before it, then it and all behind it
+        for parameter in shared.values():
+            parameter *= (scale + 1) / scale
+    sender.close()
 
 
 def wrong_shape():

@@ -13,10 +13,9 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 
 from trace_megatron.errors import UserError
-from trace_megatron.weight_sync.shared_memory import Bucket, Entry, views
+from trace_megatron.weight_sync.shared_memory import Bucket, Entry, Part, read_parts
 
 SCHEME = "tcp://"
 _KEY_BYTES = 16
@@ -76,7 +75,7 @@ class _Server(socketserver.ThreadingTCPServer):
         """An engine that hung up says so itself."""
 
 
-def fetch(path: str, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+def fetch(path: str, entries: Sequence[Entry]) -> Iterator[Part]:
     """The tensors of the bucket at ``path``, as views of memory of their own. Raises ValueError."""
     address, _, key = path.removeprefix(SCHEME).rpartition("/")
     host, _, port = address.rpartition(":")
@@ -88,7 +87,7 @@ def fetch(path: str, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tens
             _receive(connection, array)
     except OSError as error:
         raise ValueError(f"the trainer's weights cannot be fetched from {address}: {error}") from error
-    return views(array, entries)
+    return read_parts(array, entries)
 
 
 def _receive(connection: socket.socket, buffer: bytearray | np.ndarray) -> bytearray | np.ndarray:

@@ -6,7 +6,7 @@ CPU's matrix products) is put together in memory of its own, and packed by vLLM'
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -21,6 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from trace_megatron.split_tensor import SplitTensor
 from trace_megatron.weight_sync.landings import Arrival, Landing, LoadWatch, Place, Region
 
 _METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
@@ -77,6 +78,7 @@ class Rehearsal:
             of_vllm = layer.cpu_linear
             expected = of_vllm(probe, layer.weight, None)
             pack(layer, copy)
+            copy.zero_()  # what is loaded changes after the update: vLLM must keep none of it
             if not torch.equal(layer.cpu_linear(probe, layer.weight, None), expected):
                 layer.cpu_linear = of_vllm
                 self._watch.stop(f"{place}, put together by copies, is not what vLLM made of it")
@@ -94,21 +96,15 @@ class _Layer:
     num_elements: int = 0
     num_bytes: int = 0
     num_arrived: int = 0
-    plain: list[tuple[Landing, torch.Tensor]] = field(default_factory=list)
-    """Parts of what is used as it was loaded, where they arrived."""
-    pieces: list[tuple[Region, torch.Tensor]] = field(default_factory=list)
-    """Of the weight to be packed, where they arrived."""
+    arrived: list[tuple[Landing, SplitTensor]] = field(default_factory=list)
+    """Where it lies, until it is copied or packed."""
     weight: torch.Tensor | None = None
     """The same, where pieces that arrived earlier were put."""
 
-    def land(self, landing: Landing, tensor: torch.Tensor) -> None:
-        """Note where a part of ``tensor`` belongs."""
-        source = landing.source.within(tensor)
+    def land(self, landing: Landing, split: SplitTensor) -> None:
+        """Note what of a tensor belongs here."""
         self.num_arrived += landing.target.num_elements
-        if landing.place.name != "weight" or self.layout is None:
-            self.plain.append((landing, source))
-        else:
-            self.pieces.append((landing.target, source))
+        self.arrived.append((landing, split))
 
     @property
     def complete(self) -> bool:
@@ -117,41 +113,46 @@ class _Layer:
     @torch.no_grad()
     def take_in(self) -> None:
         """Copy what was noted, and pack what that makes whole. The memory of what arrived may go then."""
-        for landing, source in self.plain:
-            landing.target.within(getattr(self.module, landing.place.name).data).copy_(source)
-        self.plain = []
+        packed = []
+        for landing, split in self.arrived:
+            if landing.place.name == "weight" and self.layout is not None:
+                packed += _pieces(split, landing)
+                continue
+            for piece, target in _pieces(split, landing):
+                _copy(piece, target, getattr(self.module, landing.place.name).data)
+        self.arrived = []
         if self.layout is not None and self.complete:
-            pack(self.module, self._as_one() if self.weight is None else self._put_together())
+            pack(self.module, self._as_one(packed) if self.weight is None else self._put_together(packed))
             self.give_up()
-        elif self.pieces:
-            self._put_together()
+        elif packed:
+            self._put_together(packed)
         if self.complete:
             for head in self.heads:
                 head.quant_method.process_weights_after_loading(head)
 
     def give_up(self) -> None:
         """Forget what was kept."""
-        self.plain, self.pieces, self.weight = [], [], None
+        self.arrived, self.weight = [], None
 
-    def _put_together(self) -> torch.Tensor:
+    def _put_together(self, pieces: Sequence[tuple[torch.Tensor, Region]]) -> torch.Tensor:
         if self.weight is None:
             self.weight = _like(self.layout)
-        for region, piece in self.pieces:
-            region.within(self.weight).copy_(piece)
-        self.pieces = []
+        for piece, target in pieces:
+            _copy(piece, target, self.weight)
         return self.weight
 
-    def _as_one(self) -> torch.Tensor:
+    def _as_one(self, pieces: Sequence[tuple[torch.Tensor, Region]]) -> torch.Tensor:
         """The weight, uncopied where its pieces lie one behind the other as they do in it."""
-        (_, first), *_ = pieces = sorted(self.pieces, key=lambda entry: entry[0].offset)
+        (first, _), *_ = sorted(pieces, key=lambda entry: entry[1].offset)
         if all(
             piece.is_contiguous()
             and region.strides == piece.stride()
+            and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
             and piece.storage_offset() - first.storage_offset() == region.offset
-            for region, piece in pieces
+            for piece, region in pieces
         ):
             return first.as_strided(self.layout.size(), self.layout.stride(), first.storage_offset())
-        return self._put_together()
+        return self._put_together(pieces)
 
 
 class DirectLoading:
@@ -198,24 +199,23 @@ class DirectLoading:
         for layer in self._layers.values():
             layer.num_arrived = 0
 
-    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, tensors: Iterable[tuple[str, SplitTensor]]) -> None:
         """Have them copied where they belong, in the background, when what came before is there.
 
         Raises ValueError with the name of one that was not there the last time.
         """
         touched: dict[int, _Layer] = {}
         self._wait()
-        for name, tensor in tensors:
+        for name, split in tensors:
             arrival = self._arrivals.get(name)
-            if arrival is None or arrival.shape != tensor.shape or arrival.dtype != tensor.dtype:
+            if arrival is None or arrival.shape != split.shape or arrival.dtype != split.dtype:
                 expected = f"{arrival.dtype} of shape {arrival.shape}" if arrival else "none of this name"
                 raise ValueError(
-                    f"the engine's model expected {expected}, found '{name}', {tensor.dtype} of shape "
-                    f"{tuple(tensor.shape)}"
+                    f"the engine's model expected {expected}, found '{name}', {split.dtype} of shape {split.shape}"
                 )
             for landing in arrival.landings:
                 layer = self._layers[landing.place.layer]
-                layer.land(landing, tensor)
+                layer.land(landing, split)
                 touched[id(layer)] = layer
         self._at_work = self._background.submit(self._take_in, list(touched.values()))
 
@@ -274,6 +274,23 @@ def _compute_with(num_threads: int) -> None:
     """Have torch use as many in what this thread computes, whatever is set in others."""
     torch.get_num_threads()  # the first time, a thread takes over the number that any thread was given last
     torch._C.set_num_threads(num_threads)  # vLLM replaces torch's own by a warning, for the sake of its own thread
+
+
+def _pieces(split: SplitTensor, landing: Landing) -> Iterator[tuple[torch.Tensor, Region]]:
+    """What of a tensor lands, and where."""
+    source, target = landing.source, landing.target
+    if source.sizes == target.sizes == split.shape and source.is_contiguous:  # all of it: it need not be put together
+        for part, start in zip(split.parts, split.starts(), strict=True):
+            length = split.part_shape(part)[split.axis]
+            yield part, target if len(split.parts) == 1 else target.narrow(split.axis, start, length)
+    else:
+        yield source.within(split.join().contiguous()), target
+
+
+def _copy(piece: torch.Tensor, region: Region, whole: torch.Tensor) -> None:
+    """Into that part of ``whole``; see ``SplitTensor`` for the shape of ``piece``."""
+    target = region.within(whole)
+    (target if target.ndim == piece.ndim else target.view(piece.shape)).copy_(piece)
 
 
 def _like(layout: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,16 @@ class Region:
     def num_elements(self) -> int:
         return math.prod(self.sizes)
 
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether it starts where its tensor does, and leaves nothing out."""
+        return self == Region.of(whole := torch.empty(self.sizes, device="meta"), whole)
+
+    def narrow(self, axis: int, start: int, length: int) -> Region:
+        """That part of it, along one of its dimensions."""
+        sizes = (*self.sizes[:axis], length, *self.sizes[axis + 1 :])
+        return Region(sizes, self.strides, self.offset + start * self.strides[axis])
+
     def within(self, whole: torch.Tensor) -> torch.Tensor:
         """That part of ``whole``."""
         return whole.as_strided(self.sizes, self.strides, self.offset + whole.storage_offset())

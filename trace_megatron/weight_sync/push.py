@@ -15,6 +15,7 @@ from trace_megatron.errors import UserError, WeightSyncError
 from trace_megatron.rollout.engine import Engine, EngineError
 from trace_megatron.rollout.pool import EnginePool
 from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND
+from trace_megatron.split_tensor import SplitTensor
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync.control import control_all
 from trace_megatron.weight_sync.stats import SyncStats
@@ -71,7 +72,7 @@ class WeightSync:
     async def push(
         self,
         infos: Sequence[TensorInfo],
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        tensors: Iterable[tuple[str, torch.Tensor | SplitTensor]],
         version: int,
         before_resume: Callable[[Sequence[Engine]], Awaitable[None]] | None = None,
     ) -> SyncStats:
@@ -94,8 +95,9 @@ class WeightSync:
             transfer = self._connected(engines)
             sending = asyncio.create_task(asyncio.to_thread(transfer.send, infos, tensors, paused, checked))
             num_bytes, parts = await asyncio.shield(sending)
-            await control_all(engines, "reset_prefix_cache")
-            await control_all(engines, "update_weight_version", str(version))
+            await asyncio.gather(
+                control_all(engines, "reset_prefix_cache"), control_all(engines, "update_weight_version", str(version))
+            )
             if before_resume:
                 await before_resume(engines)
             for engine in engines:  # before the first of them can answer from the new weights
@@ -135,7 +137,7 @@ async def _pause(engines: Sequence[Engine]) -> float:
     return time.perf_counter() - started
 
 
-def _drain(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def _drain(tensors: Iterable[tuple[str, torch.Tensor | SplitTensor]]) -> None:
     """Take what is left: the trainer's other ranks gather in step with this one, and would wait for it."""
     for _ in tensors:
         pass

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 
+import numpy as np
 import torch
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from trace_megatron.memfd import Memory, map_bytes
 from trace_megatron.memory import keep_freed_memory
 from trace_megatron.weight_sync.bucket_server import SCHEME, fetch
 from trace_megatron.weight_sync.direct_loading import DirectLoading
 from trace_megatron.weight_sync.layerwise_loading import LayerwiseLoading
 from trace_megatron.weight_sync.sender import BucketInfo, SharedMemoryInitInfo
-from trace_megatron.weight_sync.shared_memory import MappedBucket, checksum
+from trace_megatron.weight_sync.shared_memory import Entry, MappedBucket, Part, checksum, group_parts, read_parts
+
+_BATCH_BYTES = 2**26
+"""Of tensors that vLLM's loader gets together."""
 
 
 class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo]):
@@ -40,6 +46,7 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
         keep_freed_memory()  # layers are put together in new memory, copied over the old or packed, and freed
         self._rank = get_tensor_model_parallel_rank()
         self._buckets: dict[str, MappedBucket] = {}
+        self._memories: dict[str, np.ndarray] = {}
 
     def start_weight_update(self) -> None:
         if self._loading is not None:
@@ -55,26 +62,48 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
     def receive_weights(self, update_info: BucketInfo) -> None:
         if update_info.aborted:
             raise ValueError("the sender gave up")
-        names = [entry[0] for entry in update_info.entries]
-        if twice := sorted(self._received.intersection(names)):
+        in_place = [(Memory(*memory), [Entry(*entry) for entry in entries]) for memory, entries in update_info.in_place]
+        entries = [Entry(*entry) for entry in update_info.entries]
+        names = {entry.name for entry in chain(entries, *(found for _, found in in_place))}
+        if twice := sorted(self._received & names):
             raise ValueError(f"tensors arrived twice: {', '.join(twice)}")
-        self._received.update(names)
-        self._load(update_info)
+        self._received |= names
+        memory = Memory(*update_info.memory)
+        if memory.path.startswith(SCHEME):
+            self._load(fetch(memory.path, entries))
+        else:
+            self._load_mapped(memory, entries, in_place, update_info.first_reader + self._rank)
         if update_info.expected:
             self._check_complete(set(update_info.expected))
 
-    def _load(self, info: BucketInfo) -> None:
-        if info.path.startswith(SCHEME):
-            self._loading.load(_checked(fetch(info.path, info.entries), info.checksums))
-            return
-        if info.key not in self._buckets:
-            self._buckets[info.key] = MappedBucket(info.path, info.length)
-        bucket, self._reader = self._buckets[info.key], info.first_reader + self._rank
-        self._used.add(info.key)
-        self._loading.load(_checked(bucket.read(info.entries), info.checksums))
+    def _load_mapped(
+        self, memory: Memory, entries: list[Entry], in_place: list[tuple[Memory, list[Entry]]], reader: int
+    ) -> None:
+        self._reader = reader
+        if memory.key not in self._buckets:
+            self._buckets[memory.key] = MappedBucket(memory)
+        bucket = self._buckets[memory.key]
+        self._used.add(memory.key)
+        parts = [bucket.read(entries)]
+        for other, found in in_place:
+            if other.key not in self._memories:
+                self._memories[other.key] = map_bytes(other, populate=True)
+            self._used.add(other.key)
+            parts.append(read_parts(self._memories[other.key], found))
+        self._load(chain(*parts), {entry.name for _, found in in_place for entry in found})
         # This bucket's tensors may still be at work while the next one is on its way, or longer: vLLM's loader keeps
         # those of a layer of which a part is missing, or that is padded, until the update is finished.
         self._held = [held for held in (*self._held, bucket) if not held.try_return(self._reader)]
+
+    def _load(self, parts: Iterator[Part], in_place: Collection[str] = ()) -> None:
+        tensors = group_parts(_checked(parts))
+        if isinstance(self._loading, DirectLoading):
+            self._loading.load(tensors.items())
+            return
+        # The trainer changes what is read in place after the update, and vLLM's loader may keep what it gets.
+        joined = ((name, split.join()) for name, split in tensors.items())
+        for batch in _batches((name, _copy(tensor) if name in in_place else tensor) for name, tensor in joined):
+            self._loading.load(batch)
 
     def _check_complete(self, expected: set[str]) -> None:
         if missing := sorted(expected - self._received):
@@ -93,21 +122,38 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
                 self._watched = not watch.obstacle
                 self._direct = DirectLoading(self.model, self.model_config, watch) if self._watched else None
         self._loading = None
-        for key in set(self._buckets) - self._used:  # the sender has others now
-            del self._buckets[key]
+        for known in (self._buckets, self._memories):
+            for key in set(known) - self._used:  # the sender has others now
+                del known[key]
         for bucket in self._held:
             bucket.try_return(self._reader)
 
     def shutdown(self) -> None:
-        self._buckets = {}
+        self._buckets, self._memories = {}, {}
 
 
-def _checked(tensors: Iterator[tuple[str, torch.Tensor]], checksums: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    for index, (name, tensor) in enumerate(tensors):
-        if checksums and checksum(tensor) != checksums[index]:
-            raise ValueError(f"tensor '{name}' arrived with another checksum than the trainer's")
-        yield name, tensor
-        del tensor
+def _checked(parts: Iterable[Part]) -> Iterator[Part]:
+    for part in parts:
+        if part.entry.checksum is not None and checksum(part.tensor) != part.entry.checksum:
+            raise ValueError(f"tensor '{part.entry.name}' arrived with another checksum than the trainer's")
+        yield part
+
+
+def _batches(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """So many at a time that copies of the whole model are never held together."""
+    batch, num_bytes = [], 0
+    for name, tensor in tensors:
+        batch.append((name, tensor))
+        num_bytes += tensor.nbytes
+        if num_bytes >= _BATCH_BYTES:
+            yield batch
+            batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def refresh_heads(model: torch.nn.Module) -> None:

@@ -7,10 +7,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-import torch
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -20,10 +19,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from trace_megatron.memfd import ALIGNMENT, Memory, place_of
 from trace_megatron.rollout.engine import EngineError
 from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND
+from trace_megatron.split_tensor import SplitTensor
 from trace_megatron.weight_sync.bucket_server import BucketServer
-from trace_megatron.weight_sync.shared_memory import ALIGNMENT, Bucket, Entry, checksum
+from trace_megatron.weight_sync.shared_memory import Bucket, Entry, checksum
 from trace_megatron.weight_sync.stats import SyncParts
 
 _NUM_PARTS = 8
@@ -41,14 +42,12 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 class BucketInfo(WeightTransferUpdateInfo):
     """One bucket, as JSON-able values."""
 
-    key: str = ""
-    path: str = ""
-    length: int = 0
+    memory: Memory | None = None
     entries: list[Entry] = field(default_factory=list)
+    in_place: list[tuple[Memory, list[Entry]]] = field(default_factory=list)
+    """Of tensors that are read where the trainer keeps them, and changes them after the update."""
     expected: list[str] = field(default_factory=list)
     """On the last bucket: the names of all tensors of this update."""
-    checksums: list[int] = field(default_factory=list)
-    """Of the trainer's tensors, in the order of ``entries``; empty: this update is not verified."""
     aborted: bool = False
     """The sender gave up: end this update as failed."""
     first_reader: int = 0
@@ -67,7 +66,10 @@ class SharedMemoryTrainerInfo(TrainerInitInfo):
 
 
 class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
-    """In the trainer: streams a WeightSource, filling one bucket while the engine loads the one before."""
+    """In the trainer: streams a PolicySource, filling one bucket while the engine loads the one before.
+
+    What an engine on this machine can read where it is (``memfd.share``) is not copied.
+    """
 
     init_info_cls = SharedMemoryTrainerInfo
 
@@ -76,7 +78,6 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
         self._info = info
         self._buckets: list[Bucket] = []
         self._server = BucketServer(info.address) if info.address else None
-        self._checksums: list[int] = []
         self.with_checksums = False
         """Whether the next update carries every tensor's checksum, which the receivers compare with what they got."""
         self.parts = SyncParts()
@@ -102,7 +103,7 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
             self._discard(list(self._buckets))
             # To fail is vLLM's only way to leave an update: all receivers must, not only one that raised this error.
             with suppress(EngineError):
-                self.client.update_weights(asdict(BucketInfo(aborted=True)))
+                self.client.update_weights(vars(BucketInfo(aborted=True)))
             raise
 
     def close(self) -> None:
@@ -124,32 +125,39 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
                 bucket = self._fill(tensors, capacity)
                 loading.result()
                 last = tensors.peek() is None
-                loading = loader.submit(self._load, bucket, expected if last else [], self._checksums)
+                loading = loader.submit(self._load, bucket, expected if last else [])
                 if last:
                     loading.result()
                     return
 
     def _fill(self, tensors: _Peekable, capacity: int) -> Bucket:
-        """Copy tensors into a bucket until the next one has no room."""
+        """Copy tensors into a bucket until the next one has no room, and note where those lie that need no copy."""
         item = tensors.peek()
-        num_bytes = item[1].numel() * item[1].itemsize + ALIGNMENT if item is not None else 0
-        bucket = self._free_bucket(max(capacity, num_bytes))
+        copied = item is not None and self._is_copied(item[1])
+        bucket = self._free_bucket(max(capacity, item[1].num_bytes + ALIGNMENT) if copied else 0)
         bucket.clear()
-        self._checksums = []
         while item is not None:
-            started = time.perf_counter()
-            fits = bucket.add(*item)
-            self.parts.write_s += time.perf_counter() - started
-            if not fits:
+            copied = self._is_copied(item[1])
+            if copied and not bucket.has_room(item[1]):
                 break
-            if self.with_checksums:
-                started = time.perf_counter()
-                self._checksums.append(checksum(item[1]))
-                self.parts.checksum_s += time.perf_counter() - started
+            self._put(bucket, *item, copied)
             tensors.take()
             item = tensors.peek()
         bucket.lend()
         return bucket
+
+    def _put(self, bucket: Bucket, name: str, split: SplitTensor, copied: bool) -> None:
+        started = time.perf_counter()
+        checksums = []
+        if self.with_checksums:
+            checksums = [checksum(tensor) for tensor in ([split.join()] if copied else split.parts)]
+            self.parts.checksum_s += time.perf_counter() - started
+            started = time.perf_counter()
+        (bucket.add if copied else bucket.note)(name, split, checksums)
+        self.parts.write_s += time.perf_counter() - started
+
+    def _is_copied(self, split: SplitTensor) -> bool:
+        return self._server is not None or not all(map(place_of, split.parts))
 
     def _free_bucket(self, capacity: int) -> Bucket:
         for bucket in self._buckets:
@@ -159,12 +167,14 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
         self._buckets.append(bucket)
         return bucket
 
-    def _load(self, bucket: Bucket, expected: list[str], checksums: list[int]) -> None:
+    def _load(self, bucket: Bucket, expected: list[str]) -> None:
         started = time.perf_counter()
         try:
-            path = self._server.offer(bucket) if self._server else bucket.path
-            info = BucketInfo(bucket.key, path, bucket.length, bucket.entries, expected, checksums)
-            self.client.update_weights(asdict(info))
+            memory = bucket.memory
+            if self._server:
+                memory = memory._replace(path=self._server.offer(bucket))
+            info = BucketInfo(memory, bucket.entries, list(bucket.in_place.items()), expected)
+            self.client.update_weights(vars(info))
             if self._server:  # what was fetched is a copy
                 bucket.take_back()
         finally:
@@ -181,12 +191,12 @@ class SharedMemorySender(TrainerWeightTransferEngine[SharedMemoryTrainerInfo]):
 class _Peekable:
     """A stream of tensors whose next one can be seen before it is taken; its waiting counts as gathering."""
 
-    def __init__(self, tensors: Iterator[tuple[str, torch.Tensor]], parts: SyncParts):
+    def __init__(self, tensors: Iterator[tuple[str, SplitTensor]], parts: SyncParts):
         self._tensors = tensors
         self._parts = parts
         self.take()
 
-    def peek(self) -> tuple[str, torch.Tensor] | None:
+    def peek(self) -> tuple[str, SplitTensor] | None:
         return self._item
 
     def take(self) -> None:

@@ -1,38 +1,59 @@
 """Buckets of tensors in anonymous shared memory, and the plug-in that names our backend to vLLM.
 
-A bucket is a memfd: it has no name to clean up, needs no room in /dev/shm (64 MB in a plain container), and vanishes
-with its last user even if both sides are killed. Both sides keep it mapped from sync to sync, since the first touch of
-a page costs more than copying it. One byte per reader at its start says whether that reader may still look at what it
-holds: its owner fills it again only when all have let go, so that no buffer is reused before it was read.
+Both sides keep a bucket mapped from sync to sync, since the first touch of a page costs more than copying it. One byte
+per reader at its start says whether that reader may still look at what it holds: its owner fills it again only when all
+have let go, so that no buffer is reused before it was read.
+
+Beside the tensors that were copied into it a bucket names others, which are read where they lie.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-import mmap
-import os
 import socket
 import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from trace_megatron.memfd import ALIGNMENT, Memfd, Memory, as_tensor, map_bytes, place_of
 from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND
-
-ALIGNMENT = 64
-"""Bytes between which tensors start: a cache line, and a multiple of every item size."""
+from trace_megatron.split_tensor import SplitTensor
 
 MAX_READERS = 4096
 """The bytes before the first tensor: a page."""
 
-Entry = tuple[str, str, tuple[int, ...], int]
-"""Name, dtype name, shape and offset in bytes of one tensor of a bucket."""
 
-_numbers = itertools.count()
+class Entry(NamedTuple):
+    """Part of a tensor in shared memory; JSON values."""
+
+    name: str
+    """Of the tensor."""
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offset: int
+    """In bytes, of the part."""
+    sizes: tuple[int, ...]
+    """Of the part as it lies there; see ``SplitTensor``."""
+    strides: tuple[int, ...]
+    """In elements."""
+    axis: int = 0
+    start: int = 0
+    """Where along ``axis`` the part begins in the whole."""
+    checksum: int | None = None
+    """Of the owner's part; None: not to be verified."""
+
+
+class Part(NamedTuple):
+    """What an entry describes."""
+
+    entry: Entry
+    tensor: torch.Tensor
 
 
 class Bucket:
@@ -40,47 +61,58 @@ class Bucket:
 
     def __init__(self, capacity: int, num_readers: int = 1):
         assert num_readers <= MAX_READERS
-        self.key = f"{os.getpid()}-{next(_numbers)}"
-        """Of no other bucket, unlike the path."""
-        self.length = MAX_READERS + capacity
         self._num_readers = num_readers
-        self._file = os.memfd_create("trace-megatron-weights")
-        os.ftruncate(self._file, self.length)
-        self._memory = mmap.mmap(self._file, self.length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._memfd = Memfd(MAX_READERS + capacity, populate=True)
+        self._bytes = torch.frombuffer(self._memfd.bytes, dtype=torch.uint8)
+        self.memory = self._memfd.memory
         self.clear()
 
     def clear(self) -> None:
         """Forget the tensors."""
         self.entries: list[Entry] = []
+        """Of what was copied into it."""
+        self.in_place: dict[Memory, list[Entry]] = {}
+        """Of what is read where it lies."""
         self._end = MAX_READERS
 
     @property
     def capacity(self) -> int:
         """Bytes of tensors that have room."""
-        return self.length - MAX_READERS
+        return self.memory.length - MAX_READERS
 
     @property
     def size(self) -> int:
         """Bytes of tensors, gaps included."""
         return self._end - MAX_READERS
 
-    @property
-    def path(self) -> str:
-        """Where another process of the same user can open it while it is not closed."""
-        return f"/proc/{os.getpid()}/fd/{self._file}"
+    def has_room(self, split: SplitTensor) -> bool:
+        """Whether ``add`` can take it."""
+        return self._next() + split.num_bytes <= self.memory.length
 
-    def add(self, name: str, tensor: torch.Tensor) -> bool:
-        """Copy ``tensor`` (any device, any strides) to the end; False, with nothing done, where it has no room."""
-        offset = -(-self._end // ALIGNMENT) * ALIGNMENT
-        end = offset + tensor.numel() * tensor.itemsize
-        if end > self.length:
-            return False
-        if end > offset:
-            self._bytes[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-        self.entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
-        self._end = end
-        return True
+    def add(self, name: str, split: SplitTensor, checksums: Sequence[int] = ()) -> None:
+        """Copy a tensor (any device, any strides) behind those before it; there must be room. ``checksums``: its own,
+        if it is to be verified."""
+        offset = self._next()
+        self._end = offset + split.num_bytes
+        whole = self._bytes[offset : self._end].view(split.dtype).view(split.shape)
+        split.copy_to(whole)
+        entry = Entry(name, _name(split.dtype), split.shape, offset, split.shape, whole.stride(), 0, 0, *checksums)
+        self.entries.append(entry)
+
+    def note(self, name: str, split: SplitTensor, checksums: Sequence[int] = ()) -> None:
+        """Have a tensor of which every part is in shared memory read there, which takes no room.
+
+        It must stay as it is until all readers have let go of the bucket. ``checksums``: of the parts, if they are to
+        be verified.
+        """
+        for part, start, value in zip_longest(split.parts, split.starts(), checksums):
+            memory, offset = place_of(part)
+            layout = tuple(part.shape), part.stride()
+            entry = Entry(name, _name(part.dtype), split.shape, offset, *layout, split.axis, start, value)
+            self.in_place.setdefault(memory, []).append(entry)
+
+    def _next(self) -> int:
+        return -(-self._end // ALIGNMENT) * ALIGNMENT
 
     def lend(self) -> None:
         """Mark it as in use by all readers; each of them takes its mark away."""
@@ -93,7 +125,7 @@ class Bucket:
     def send(self, connection: socket.socket) -> None:
         """Write header and tensors to a stream, their length in front."""
         connection.sendall(self._end.to_bytes(8, "little"))
-        with open(self.path, "rb") as file:
+        with open(self.memory.path, "rb") as file:
             connection.sendfile(file, 0, self._end)
 
     @property
@@ -103,43 +135,61 @@ class Bucket:
 
     def close(self) -> None:
         """Readers that have mapped it keep the memory."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-            self._bytes = None
-            self._memory.close()
+        self._memfd.close()
+        self._bytes = None
+        self._memfd.bytes.close()
 
 
 class MappedBucket:
     """A reader's side of a bucket."""
 
-    def __init__(self, path: str, length: int):
-        with open(path, "r+b") as file:
-            # Populating maps all pages at once instead of one fault each.
-            self._memory = mmap.mmap(file.fileno(), length, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    def __init__(self, memory: Memory):
+        # Populating maps all pages at once instead of one fault each.
+        self._array = map_bytes(memory, writable=True, populate=True)
         self._last_read: weakref.ref[np.ndarray] | None = None
 
-    def read(self, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    def read(self, entries: Iterable[Entry]) -> Iterator[Part]:
         """The tensors as views of the memory; ``try_return`` knows whether one of them is still alive."""
-        array = np.frombuffer(self._memory, dtype=np.uint8)  # the base of all, and so alive as long as one of them
+        array = self._array.view()  # the base of all, and so alive as long as one of them
         self._last_read = weakref.ref(array)
-        yield from views(array, entries)
+        yield from read_parts(array, entries)
 
     def try_return(self, reader: int) -> bool:
         """Let the owner fill it again; False where a tensor, or a view of one, is alive."""
         if self._last_read is not None and self._last_read() is not None:
             return False
-        self._memory[reader] = 0
+        self._array[reader] = 0
         return True
 
 
-def views(array: np.ndarray, entries: Sequence[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a bucket whose bytes are ``array``."""
-    memory = torch.from_numpy(array)
-    for name, dtype_name, shape, offset in entries:
-        dtype = getattr(torch, dtype_name)
-        num_bytes = math.prod(shape) * dtype.itemsize
-        yield name, memory[offset : offset + num_bytes].view(dtype).view(tuple(shape))
+def read_parts(array: np.ndarray, entries: Iterable[Entry]) -> Iterator[Part]:
+    """What lies in the memory ``array``, uint8, as views of it."""
+    memory = as_tensor(array)
+    elements: dict[str, torch.Tensor] = {}
+    """The same by dtype."""
+    for entry in entries:
+        if entry.dtype not in elements:
+            dtype = getattr(torch, entry.dtype)
+            elements[entry.dtype] = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+        typed = elements[entry.dtype]
+        yield Part(entry, typed.as_strided(entry.sizes, entry.strides, entry.offset // typed.itemsize))
+
+
+def group_parts(parts: Iterable[Part]) -> dict[str, SplitTensor]:
+    """Tensors by name, of which every part is there."""
+    by_name: dict[str, list[Part]] = {}
+    for part in parts:
+        by_name.setdefault(part.entry.name, []).append(part)
+    return {name: _split(sorted(found, key=lambda part: part.entry.start)) for name, found in by_name.items()}
+
+
+def _split(parts: Sequence[Part]) -> SplitTensor:
+    entry = parts[0].entry
+    return SplitTensor(tuple(entry.shape), tuple(part.tensor for part in parts), entry.axis)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -8,18 +8,23 @@ import torch
 from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
 from trace_megatron.errors import WeightSyncError
+from trace_megatron.split_tensor import SplitTensor
 from trace_megatron.types import TensorInfo
 
 
 class PolicySource(WeightSource):
-    """One pass over ``tensors`` per ``renew``. Raises WeightSyncError where a tensor contradicts the metadata."""
+    """One pass over ``tensors`` per ``renew``. Raises WeightSyncError where a tensor contradicts the metadata.
 
-    def __init__(self) -> None:
+    Yields whole tensors, as vLLM's own backends ask for, or SplitTensors where ``split``.
+    """
+
+    def __init__(self, split: bool = False) -> None:
+        self._split = split
         self._infos: dict[str, TensorInfo] = {}
-        self._tensors: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._tensors: Iterator[tuple[str, torch.Tensor | SplitTensor]] = iter(())
         self.num_bytes = 0
 
-    def renew(self, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def renew(self, infos: Sequence[TensorInfo], tensors: Iterable[tuple[str, torch.Tensor | SplitTensor]]) -> None:
         """What the next pass declares and yields."""
         self._infos = {info.name: info for info in infos}
         self._tensors = iter(tensors)
@@ -28,18 +33,19 @@ class PolicySource(WeightSource):
     def metadata(self) -> list[ParamMeta]:
         return _metadata(self._infos.values())
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor | SplitTensor]]:
         for name, tensor in self._tensors:
+            split = tensor if isinstance(tensor, SplitTensor) else SplitTensor.of(tensor)
             info = self._infos.get(name)
             if info is None:
                 raise WeightSyncError(f"the policy yielded tensor '{name}', which its metadata does not list")
-            if tuple(tensor.shape) != tuple(info.shape) or tensor.dtype != info.dtype:
+            if split.shape != tuple(info.shape) or split.dtype != info.dtype:
                 raise WeightSyncError(
                     f"expected tensor '{name}' as {info.dtype} of shape {tuple(info.shape)}, "
-                    f"found {tensor.dtype} of shape {tuple(tensor.shape)}"
+                    f"found {split.dtype} of shape {split.shape}"
                 )
-            self.num_bytes += tensor.numel() * tensor.itemsize
-            yield name, tensor
+            self.num_bytes += split.num_bytes
+            yield name, split if self._split else split.join()
 
 
 class RankSource(WeightSource):

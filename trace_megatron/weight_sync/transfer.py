@@ -21,6 +21,7 @@ from trace_megatron.config import SyncConfig
 from trace_megatron.errors import UserError
 from trace_megatron.rollout.engine import Engine
 from trace_megatron.rollout.vllm_engine import SHARED_MEMORY_BACKEND
+from trace_megatron.split_tensor import SplitTensor
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync.control import control_each
 from trace_megatron.weight_sync.sender import SharedMemorySender, SharedMemoryTrainerInfo
@@ -74,7 +75,7 @@ class Transfer:
         self._client = EngineClient(engines, loop)
         self._bucket_bytes = config.bucket_mib * 2**20
         self._address = config.address
-        self._source = PolicySource()
+        self._source = PolicySource(split=engines[0].weight_backend == SHARED_MEMORY_BACKEND)
         self._sender: TrainerWeightTransferEngine | None = None
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -91,7 +92,7 @@ class Transfer:
     def send(
         self,
         infos: Sequence[TensorInfo],
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        tensors: Iterable[tuple[str, torch.Tensor | SplitTensor]],
         paused: Future[None],
         with_checksums: bool = False,
     ) -> tuple[int, SyncParts]:
