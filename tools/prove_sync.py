@@ -3,9 +3,10 @@
     python tools/prove_sync.py [--pushes 50]
 
 A small random model of each family that is cheap to run; the engine starts from other weights. After the push its
-logprobs must be those of transformers (float64) on what the policy exports. Then all weights are pushed with another
-sign, again and again, and at last as they are: the logprobs must be the same once more, and the memory of trainer and
-engine must not have grown. Takes a few minutes; prints a line per layout.
+logprobs must be those of transformers (float64) on what the policy exports. Then all ranks scale their parameters, in
+place, before one push after the other, and before the last scale them back: the logprobs must be the same once more,
+and the memory of trainer and engine must not have grown. With --gather rank 0 gathers the weights, as it does where
+ranks are on several machines. Takes a few minutes; prints a line per layout.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pushes", type=int, default=50)
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)))
+    parser.add_argument("--gather", action="store_true")
     parser.add_argument("--case", type=int, help="run as one rank of this case")
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
@@ -54,7 +56,8 @@ def main() -> None:
             for seed, name in enumerate(("old", "new")):
                 write_tiny_model(Path(folder) / name, family, seed=seed, tied=case % 2 == 0, **SHAPE)
             command = [sys.executable, __file__, "--case", str(case), "--folder", folder]
-            if run_ranks([*command, "--pushes", str(options.pushes)], tp * pp):
+            command += ["--pushes", str(options.pushes), *["--gather"] * options.gather]
+            if run_ranks(command, tp * pp):
                 failed.append(CASES[case])
     if failed:
         raise SystemExit(f"failed: {failed}")
@@ -68,7 +71,7 @@ def run_rank(options: argparse.Namespace) -> None:
     config = PolicyConfig(model=str(options.folder / "new"), dtype="float32", tensor_parallel=tp, pipeline_parallel=pp)
     with Policy(config, OptimizerConfig(), LossConfig()) as policy:
         if not policy.is_driver:
-            policy.serve()
+            policy.serve(lambda arguments, _: scale(policy, arguments["factor"]))
             return
         policy.export_hf(options.folder / "export")
         asyncio.run(drive(policy, options, engine_tp))
@@ -78,20 +81,23 @@ async def drive(policy, options: argparse.Namespace, engine_tp: int) -> None:
     from trace_megatron.rollout.vllm_engine import VLLMEngine
     from trace_megatron.weight_sync.push import WeightSync
 
+    weights = policy.weights if options.gather else policy.weights_in_place
     engine_config = EngineConfig(dtype="float32", kv_cache_gib=0.1, threads=1, tensor_parallel=engine_tp)
     engine = VLLMEngine(options.folder / "old", engine_config, max_model_len=256)
     await engine.start()
     try:
         sync = WeightSync(engine, SyncConfig(bucket_mib=1))
         before = await logprob_error(engine, options.folder / "export")
-        await sync.push(*policy.weights(), version=1)
+        await sync.push(*weights(), version=1)
         after = await logprob_error(engine, options.folder / "export")
-        memory = []
+        memory, factor = [], 1.0
         for version in range(2, options.pushes + 1):
-            infos, tensors = policy.weights()
-            if version < options.pushes:  # others, which the last one must replace
-                tensors = ((name, -tensor) for name, tensor in tensors)
-            await sync.push(infos, tensors, version)
+            # Powers of two: nothing is lost. What the last push sends is what the first one did.
+            step = 1 / factor if version == options.pushes else (-2.0, 0.25)[version % 2]
+            factor *= step
+            policy.shared_ranks.send({"factor": step}, ())
+            scale(policy, step)
+            await sync.push(*weights(), version)
             memory.append(resident_bytes())
         last = await logprob_error(engine, options.folder / "export")
     finally:
@@ -106,6 +112,14 @@ async def drive(policy, options: argparse.Namespace, engine_tp: int) -> None:
         flush=True,
     )
     assert before > 0.1 and max(after, last) < TOLERANCE and growth < MAX_GROWTH
+
+
+@torch.no_grad()
+def scale(policy, factor: float) -> None:
+    """This rank's parameters."""
+    for chunk in policy._trainer.model_chunks:
+        for parameter in chunk.parameters():
+            parameter *= factor
 
 
 async def logprob_error(engine, folder: Path) -> float:

@@ -6,9 +6,11 @@
 
 Our part: taking HF tensors out of Megatron's fused parameters as at TP 1 (gather), and the copies into shared memory
 (write). Alone, no engine loads beside it. Then vLLM's part alone: what a CPU's engine does to the weight of every
-linear layer and of the output head, with nothing around it. A copy of as many bytes is timed in turn with each, by
+linear layer and of the output head, with nothing around it. At last end to end: parameters that the engine reads where
+the trainer keeps them, as all are while engine and ranks are on one machine without GPUs, and parameters that are
+copied for it, as they are where a rank is on another machine. A copy of as many bytes is timed in turn with each, by
 torch, with as many threads as cores. Medians of five; the first push into an engine, through vLLM's own loader, is
-printed by itself. At last the same buckets are sent again and again, so that the trainer neither gathers nor writes.
+printed by itself.
 """
 
 from __future__ import annotations
@@ -20,10 +22,8 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import torch
@@ -31,19 +31,22 @@ from safetensors.torch import load_file
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from trace_megatron.config import EngineConfig, SyncConfig
+from trace_megatron.memfd import share
 from trace_megatron.memory import keep_freed_memory
 from trace_megatron.policy.hf_config import HFModelConfig, parse_hf_config, read_hf_config
 from trace_megatron.policy.hf_files import HFWriter
-from trace_megatron.policy.names import Weight, exported_weights, from_shards, to_shard
+from trace_megatron.policy.names import Weight, exported_weights, split_tensors, to_shard
 from trace_megatron.rollout.vllm_engine import VLLMEngine
+from trace_megatron.split_tensor import SplitTensor
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync.push import WeightSync
 from trace_megatron.weight_sync.sender import SharedMemorySender, SharedMemoryTrainerInfo
-from trace_megatron.weight_sync.shared_memory import Bucket, MappedBucket
+from trace_megatron.weight_sync.shared_memory import MappedBucket
 from trace_megatron.weight_sync.source import PolicySource
-from trace_megatron.weight_sync.transfer import EngineClient
 
 PUSHES = 5
+
+Weights = list[tuple[Weight, torch.Tensor]]
 
 
 def main() -> None:
@@ -64,47 +67,57 @@ def main() -> None:
         files = sorted(Path(arguments.model).glob("*.safetensors"))
         loaded = {name: value for file in files for name, value in load_file(file).items()}
         tensors = {name: loaded[name].to(dtype) for weight in exported_weights(hf) for name in weight.hf}
-    print(f"load average before: {psutil.getloadavg()[0]:.1f} on {psutil.cpu_count()} cores")
-    for bucket_mib in map(int, arguments.buckets.split(",")):
-        measure_alone(hf, tensors, bucket_mib)
-    measure_packing(hf, tensors)
-    if not arguments.config:
-        asyncio.run(measure(arguments.model, arguments, tensors))
-    elif arguments.scratch:
+    infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    if arguments.config and arguments.scratch:
         arguments.scratch.mkdir()
-        try:
-            infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-            writer = HFWriter(arguments.scratch, infos)
-            for name, tensor in tensors.items():
-                writer.write(name, tensor)
-            writer.close()
-            shutil.copy(arguments.config, arguments.scratch / "config.json")
-            asyncio.run(measure(arguments.scratch, arguments, tensors))
-        finally:
+        writer = HFWriter(arguments.scratch, infos)
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+        writer.close()
+        shutil.copy(arguments.config, arguments.scratch / "config.json")
+    fused = [(w, to_shard(w, [tensors.pop(name) for name in w.hf], hf, 0, 1)) for w in exported_weights(hf)]
+    memcpy = Memcpy(sum(shard.nbytes for _, shard in fused))
+    print(f"load average before: {psutil.getloadavg()[0]:.1f} on {psutil.cpu_count()} cores")
+    try:
+        for bucket_mib in map(int, arguments.buckets.split(",")):
+            measure_alone(hf, infos, fused, memcpy, bucket_mib)
+        measure_packing(fused, memcpy)
+        if not arguments.config or arguments.scratch:
+            asyncio.run(measure(arguments, hf, infos, fused, memcpy))
+    finally:
+        if arguments.scratch:
             shutil.rmtree(arguments.scratch)
 
 
-def measure_alone(hf: HFModelConfig, tensors: dict[str, torch.Tensor], bucket_mib: int) -> None:
+class Memcpy:
+    """Of so many bytes, by torch's threads."""
+
+    def __init__(self, num_bytes: int):
+        self._source = torch.ones(num_bytes, dtype=torch.uint8)
+        self._target = torch.zeros_like(self._source)
+
+    def time(self) -> float:
+        """Seconds."""
+        started = time.perf_counter()
+        self._target.copy_(self._source)
+        return time.perf_counter() - started
+
+
+def measure_alone(hf: HFModelConfig, infos: list[TensorInfo], fused: Weights, memcpy: Memcpy, bucket_mib: int) -> None:
     """Our part, through the product's sender, for an engine that returns every bucket at once."""
-    infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    fused = [(w, to_shard(w, [tensors[name] for name in w.hf], hf, 0, 1)) for w in exported_weights(hf)]
-    source = PolicySource()
+    source = PolicySource(split=True)
     info = SharedMemoryTrainerInfo(rank=0, bucket_bytes=bucket_mib * 2**20)
     sender = SharedMemorySender(client=ReturningClient(), source=source, info=info)
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    plain = torch.ones(num_bytes, dtype=torch.uint8)
-    target = torch.zeros_like(plain)
     copies, gathers, writes = [], [], []
     for _ in range(PUSHES + 1):  # the first one maps the memory
-        started = time.perf_counter()
-        target.copy_(plain)
-        copies.append(time.perf_counter() - started)
+        copies.append(memcpy.time())
         source.renew(infos, unfuse(fused, hf))
         sender.send_weights()
         gathers.append(sender.parts.gather_s)
         writes.append(sender.parts.write_s)
     sender.close()
     copy_s, gather_s, write_s = (statistics.median(seconds[1:]) for seconds in (copies, gathers, writes))
+    num_bytes = source.num_bytes
     print(
         f"alone, {num_bytes / 2**20:.0f} MiB in buckets of {bucket_mib} MiB, ms: memcpy {copy_s * 1e3:.0f} "
         f"({num_bytes / copy_s / 1e9:.1f} GB/s), gather {gather_s * 1e3:.0f}, write {write_s * 1e3:.0f} "
@@ -113,21 +126,16 @@ def measure_alone(hf: HFModelConfig, tensors: dict[str, torch.Tensor], bucket_mi
     )
 
 
-def measure_packing(hf: HFModelConfig, tensors: dict[str, torch.Tensor]) -> None:
+def measure_packing(fused: Weights, memcpy: Memcpy) -> None:
     """vLLM's packing of the model's matrices, fused as it fuses them too, in memory that is used again."""
     keep_freed_memory()
-    fused = [to_shard(w, [tensors[name] for name in w.hf], hf, 0, 1) for w in exported_weights(hf)]
-    layers = [torch.nn.Module() for shard in fused if shard.ndim == 2]
+    matrices = [shard for _, shard in fused if shard.ndim == 2]
+    layers = [torch.nn.Module() for _ in matrices]
     method = UnquantizedLinearMethod()
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    plain = torch.ones(num_bytes, dtype=torch.uint8)
-    target = torch.zeros_like(plain)
     copies, packs = [], []
     for _ in range(PUSHES + 1):
-        started = time.perf_counter()
-        target.copy_(plain)
-        copies.append(time.perf_counter() - started)
-        weights = [torch.nn.Parameter(shard, requires_grad=False) for shard in fused if shard.ndim == 2]
+        copies.append(memcpy.time())
+        weights = [torch.nn.Parameter(shard, requires_grad=False) for shard in matrices]
         started = time.perf_counter()
         for layer, weight in zip(layers, weights, strict=True):
             layer.weight = weight
@@ -137,10 +145,10 @@ def measure_packing(hf: HFModelConfig, tensors: dict[str, torch.Tensor]) -> None
     print(f"vLLM's packing alone, ms: memcpy {copy_s * 1e3:.0f}, {len(layers)} matrices {pack_s * 1e3:.0f}", flush=True)
 
 
-def unfuse(fused: list[tuple[Weight, torch.Tensor]], hf: HFModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """What ``iter_hf_weights`` does for one rank."""
+def unfuse(fused: Weights, hf: HFModelConfig) -> Iterator[tuple[str, SplitTensor]]:
+    """What ``SharedWeights`` does for one rank."""
     for weight, shard in fused:
-        yield from zip(weight.hf, from_shards(weight, [shard], hf), strict=True)
+        yield from zip(weight.hf, split_tensors(weight, [shard], hf), strict=True)
 
 
 class ReturningClient:
@@ -153,97 +161,56 @@ class ReturningClient:
         pass
 
     def update_weights(self, info: dict) -> None:
-        bucket = SimpleNamespace(**info)
-        if bucket.key not in self._mapped:
-            self._mapped[bucket.key] = MappedBucket(bucket.path, bucket.length)
-        assert self._mapped[bucket.key].try_return(0)
+        memory = info["memory"]
+        if memory.key not in self._mapped:
+            self._mapped[memory.key] = MappedBucket(memory)
+        assert self._mapped[memory.key].try_return(0)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         pass
 
 
-async def measure(model: str | Path, arguments: argparse.Namespace, tensors: dict[str, torch.Tensor]) -> None:
+async def measure(
+    arguments: argparse.Namespace, hf: HFModelConfig, infos: list[TensorInfo], fused: Weights, memcpy: Memcpy
+) -> None:
     config = EngineConfig(dtype=arguments.dtype, kv_cache_gib=0.5)
-    engine = VLLMEngine(model, config, max_model_len=256)
-    infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    plain = torch.ones(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
-    target = torch.zeros_like(plain)
+    engine = VLLMEngine(arguments.scratch or arguments.model, config, max_model_len=256)
     await engine.start()
+    buckets = [int(bucket_mib) for bucket_mib in arguments.buckets.split(",")]
     try:
-        for bucket_mib in map(int, arguments.buckets.split(",")):
-            sync = WeightSync(engine, SyncConfig(bucket_mib=bucket_mib))
-            pushes, copies = [], []
-            for version in range(PUSHES + 1):
-                started = time.perf_counter()
-                target.copy_(plain)
-                copies.append(time.perf_counter() - started)
-                pushes.append(asdict(await sync.push(infos, tensors.items(), version)))
-            first_s, copy_s = pushes.pop(0)["seconds"], statistics.median(copies[1:])
-            parts = {name: statistics.median(push[name] for push in pushes) for name in pushes[0] if name != "bytes"}
-            text = ", ".join(f"{name.removesuffix('_s')} {value * 1e3:.0f}" for name, value in parts.items())
-            print(
-                f"end to end in buckets of {bucket_mib} MiB, ms: memcpy {copy_s * 1e3:.0f}, {text} "
-                f"({first_s * 1e3:.0f} the first time): {100 * copy_s / parts['seconds']:.0f} % of memcpy's speed",
-                flush=True,
-            )
-            await measure_unwritten(engine, infos, tensors, bucket_mib)
+        for bucket_mib in buckets:
+            what = f"copied, in buckets of {bucket_mib} MiB"
+            await measure_pushes(engine, hf, infos, fused, memcpy, what, bucket_mib)
+        fused[:] = [(weight, torch.nn.Parameter(shard, requires_grad=False)) for weight, shard in fused]
+        share(parameter for _, parameter in fused)
+        await measure_pushes(engine, hf, infos, fused, memcpy, "read in place", buckets[0])
     finally:
         await engine.close()
 
 
-async def measure_unwritten(
-    engine: VLLMEngine, infos: list[TensorInfo], tensors: dict[str, torch.Tensor], bucket_mib: int
+async def measure_pushes(
+    engine: VLLMEngine,
+    hf: HFModelConfig,
+    infos: list[TensorInfo],
+    weights: Weights,
+    memcpy: Memcpy,
+    what: str,
+    bucket_mib: int,
 ) -> None:
-    """What is left of a push where the trainer has nothing to do."""
-    client, source = EngineClient([engine], asyncio.get_running_loop()), PolicySource()
-    client.paused = Future()
-    client.paused.set_result(None)
-    info = SharedMemoryTrainerInfo(rank=0, bucket_bytes=bucket_mib * 2**20)
-    sender = await asyncio.to_thread(RepeatingSender.trainer_init, info, client=client, source=source)
-    plain = torch.ones(sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
-    target = torch.zeros_like(plain)
-    copies, pushes = [], []
-    for _ in range(PUSHES + 1):
-        started = time.perf_counter()
-        target.copy_(plain)
-        copies.append(time.perf_counter() - started)
-        started = time.perf_counter()
-        await engine.control("pause_generation", mode="keep", clear_cache=True)
-        source.renew(infos, tensors.items())
-        await asyncio.to_thread(sender.send_weights)
-        await engine.control("reset_prefix_cache")
-        await engine.control("resume_generation")
-        pushes.append(time.perf_counter() - started)
-    sender.close()
-    copy_s, push_s = (statistics.median(seconds[1:]) for seconds in (copies, pushes))
+    """End to end, through the product's own push."""
+    sync = WeightSync(engine, SyncConfig(bucket_mib=bucket_mib))
+    pushes, copies = [], []
+    for version in range(PUSHES + 1):
+        copies.append(memcpy.time())
+        pushes.append(asdict(await sync.push(infos, unfuse(weights, hf), version)))
+    first_s, copy_s = pushes.pop(0)["seconds"], statistics.median(copies[1:])
+    parts = {name: statistics.median(push[name] for push in pushes) for name in pushes[0] if name != "bytes"}
+    text = ", ".join(f"{name.removesuffix('_s')} {value * 1e3:.0f}" for name, value in parts.items())
     print(
-        f"the same without gathering and writing, ms: memcpy {copy_s * 1e3:.0f}, seconds {push_s * 1e3:.0f}: "
-        f"{100 * copy_s / push_s:.0f} % of memcpy's speed",
+        f"end to end, {what}, ms: memcpy {copy_s * 1e3:.0f}, {text} ({first_s * 1e3:.0f} the first time): "
+        f"{100 * copy_s / parts['seconds']:.0f} % of memcpy's speed",
         flush=True,
     )
-
-
-class RepeatingSender(SharedMemorySender):
-    """Sends what it wrote the first time."""
-
-    def _send_buckets(self) -> None:
-        self._written = iter(list(self._buckets))
-        super()._send_buckets()
-
-    def _fill(self, tensors, capacity: int) -> Bucket:
-        bucket = next(self._written, None)
-        if bucket is None:
-            return super()._fill(tensors, capacity)
-        for _ in bucket.entries:
-            tensors.take()
-        bucket.lend()
-        return bucket
-
-    def _free_bucket(self, capacity: int) -> Bucket:
-        """Another one for each, so that all stay as they are."""
-        bucket = Bucket(capacity)
-        self._buckets.append(bucket)
-        return bucket
 
 
 if __name__ == "__main__":
