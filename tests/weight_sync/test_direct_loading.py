@@ -118,6 +118,21 @@ def test_copies_do_what_the_loader_does(monkeypatch, dtype, arrangement):
     torch.testing.assert_close(model.results()[0].double(), x @ whole.T, rtol=1e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(("dtype", "sent"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
+def test_tensors_of_another_dtype_than_the_engine_s_are_cast(dtype, sent):
+    model, other = Model(dtype), Model(dtype)
+    direct = DirectLoading(model, None, load_layerwise(model, tensors(1, sent), watched=True))
+    new = tensors(2, sent)
+    memory = torch.cat([new["gate"], new["up"].roll(ROWS // 2, 0)])  # what lands lies one behind the other
+    new |= {"gate": memory[:ROWS], "up": memory[ROWS // 2 : ROWS // 2 + ROWS]}
+    direct.start()
+    direct.load(in_one_part(new.items()))
+    direct.finish()
+    load_layerwise(other, new)
+    for found, expected in zip(model.results(), other.results(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_a_set_of_tensors_unlike_the_first_is_refused():
     model = Model()
     direct = DirectLoading(model, None, load_layerwise(model, tensors(1), watched=True))

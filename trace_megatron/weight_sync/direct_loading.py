@@ -145,7 +145,8 @@ class _Layer:
         """The weight, uncopied where its pieces lie one behind the other as they do in it."""
         (first, _), *_ = sorted(pieces, key=lambda entry: entry[1].offset)
         if all(
-            piece.is_contiguous()
+            piece.dtype is self.layout.dtype
+            and piece.is_contiguous()
             and region.strides == piece.stride()
             and piece.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
             and piece.storage_offset() - first.storage_offset() == region.offset
