@@ -101,9 +101,9 @@ def place_of(tensor: torch.Tensor) -> Place | None:
     """Where other processes can read a tensor, or a view of one, that ``share`` moved or ``map_parameter`` mapped."""
     if tensor.device.type != "cpu":
         return None
-    address = tensor.untyped_storage().data_ptr()
-    memory = _parameters.get(address)
-    return Place(memory, tensor.data_ptr() - address) if memory else None
+    memory = _parameters.get(tensor.untyped_storage().data_ptr())
+    # not by its address: that of an empty tensor is 0
+    return Place(memory, tensor.storage_offset() * tensor.itemsize) if memory else None
 
 
 def map_bytes(memory: Memory, writable: bool = False, populate: bool = False) -> np.ndarray:

@@ -158,6 +158,28 @@ def test_parts_are_copied_together_or_noted_where_they_lie(bucket):
     assert not grouped["rows"].join()[:5].any()  # the same memory
 
 
+def test_any_view_of_a_parameter_is_noted_where_it_lies(bucket):
+    base, scalar = torch.nn.Parameter(torch.randn(4, 6)), torch.nn.Parameter(torch.tensor(2.5))
+    empty = torch.nn.Parameter(torch.empty(0, 4))
+    share([base, empty, scalar])
+    views = {
+        "transposed": base.t(),
+        "slice": base[1:3, 2:5],
+        "expanded": base[:1].expand(5, 6),
+        "bytes": base.data[1:].view(torch.uint8),
+        "scalar": scalar,
+        "empty": empty,
+        "nothing of it": base[4:],
+    }
+    for name, view in views.items():
+        bucket.note(name, SplitTensor.of(view))
+    bucket.note("rows", SplitTensor((4, 6), (base[:0], base[:3], base[3:3], base[3:])))
+    ((memory, entries),) = bucket.in_place.items()
+    found = group_parts(read_parts(map_bytes(memory), entries))
+    for name, tensor in (views | {"rows": base}).items():
+        assert torch.equal(found[name].join(), tensor)
+
+
 def test_register_twice_is_harmless():
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory, WeightTransferTrainerFactory
 
