@@ -178,6 +178,23 @@ def test_shared_parameters_are_read_where_they_are_and_not_kept(loop, engine, ol
     push(loop, WeightSync(engine, SyncConfig(bucket_mib=1)), old, version=8)
 
 
+def test_a_rank_that_ended_before_its_weights_were_read_is_told_of(loop, engine, sync, old, monkeypatch):
+    parameters = {name: torch.nn.Parameter(tensor.clone(), False) for name, tensor in old.tensors.items()}
+    share(parameters.values())
+    place_of = shared_memory.place_of
+
+    def ended(tensor):
+        place = place_of(tensor)
+        return place._replace(memory=place.memory._replace(key="of another", path="/proc/0/fd/3"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "place_of", ended)
+        with pytest.raises(WeightSyncError, match="memory of a trainer's rank, '/proc/0/fd/3', found: No such file"):
+            push(loop, sync, old, version=9, tensors=parameters.items())
+    push(loop, sync, old, version=9, tensors=parameters.items())
+    assert_samples_from(loop, engine, old, version=9)
+
+
 def test_the_verifier_knows_whose_weights_they_are(loop, engine, sync, old, new):
     push(loop, sync, new, version=9)
     difference = verify(loop.run, engine, new.score, PROMPTS, settings(), sync.tolerance)

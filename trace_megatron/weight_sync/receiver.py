@@ -87,7 +87,7 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
         parts = [bucket.read(entries)]
         for other, found in in_place:
             if other.key not in self._memories:
-                self._memories[other.key] = map_bytes(other, populate=True)
+                self._memories[other.key] = _map(other)
             self._used.add(other.key)
             parts.append(read_parts(self._memories[other.key], found))
         self._load(chain(*parts), {entry.name for _, found in in_place for entry in found})
@@ -130,6 +130,16 @@ class SharedMemoryReceiver(WeightTransferEngine[SharedMemoryInitInfo, BucketInfo
 
     def shutdown(self) -> None:
         self._buckets, self._memories = {}, {}
+
+
+def _map(memory: Memory) -> np.ndarray:
+    try:
+        return map_bytes(memory, populate=True)
+    except OSError as error:
+        raise ValueError(
+            f"expected to read weights in the memory of a trainer's rank, '{memory.path}', found: {error.strerror}: "
+            "has the rank ended, or is it another user's?"
+        ) from error
 
 
 def _checked(parts: Iterable[Part]) -> Iterator[Part]:
