@@ -8,6 +8,7 @@ import torch
 from trace_megatron.errors import WeightSyncError
 from trace_megatron.memfd import map_bytes, share
 from trace_megatron.rollout.engine import EngineError
+from trace_megatron.split_tensor import SplitTensor
 from trace_megatron.types import TensorInfo
 from trace_megatron.weight_sync.sender import SharedMemorySender, SharedMemoryTrainerInfo
 from trace_megatron.weight_sync.shared_memory import MappedBucket, group_parts, read_parts
@@ -160,6 +161,10 @@ def unknown_name():
     yield "tensor99", torch.zeros(1)
 
 
+def part_missing():
+    yield "tensor0", SplitTensor((10, 1), (torch.zeros(4, 1), torch.zeros(5, 1)))
+
+
 def broken():
     yield "tensor0", TENSORS["tensor0"]
     raise ZeroDivisionError("out of tensors")
@@ -171,6 +176,7 @@ def broken():
         (wrong_shape, WeightSyncError, r"'tensor3' as torch.float32 of shape \(10, 4\), found .* \(4, 10\)"),
         (wrong_dtype, WeightSyncError, r"'tensor0' as torch.float32 .* found torch.bfloat16"),
         (unknown_name, WeightSyncError, "'tensor99', which its metadata does not list"),
+        (part_missing, WeightSyncError, r"parts of \(10, 1\) in all of tensor 'tensor0', found 9 elements"),
         (broken, ZeroDivisionError, "out of tensors"),
     ],
 )

@@ -45,7 +45,7 @@ def connect(
     model_chunks: Sequence[torch.nn.Module], hf: HFModelConfig, group: dist.ProcessGroup
 ) -> SharedWeights | None:
     """Collective over ``group``, all ranks; None on all but rank 0, and where it cannot read all weights in place."""
-    descriptions = _gather(_describe(model_chunks), group)
+    descriptions = _gather({"host": _host(), "places": places(model_chunks)}, group)
     here = descriptions[0]["host"]
     if dist.get_rank(group) != 0 or any(one["host"] != here or one["places"] is None for one in descriptions):
         return None
@@ -55,9 +55,9 @@ def connect(
         return None
 
 
-def _describe(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Where this rank's parameters are, JSON values: all that rank 0 reads of it. ``places`` None: elsewhere."""
-    places: list[tuple] | None = []
+def places(model_chunks: Sequence[torch.nn.Module]) -> list[tuple] | None:
+    """Where this rank's parameters are, JSON values, of those that rank 0 reads; None: not all are shared."""
+    found = []
     for name, parameter in named_parameters(model_chunks).items():
         experts = not getattr(parameter, "allreduce", True)  # Megatron's mark
         if experts:
@@ -69,11 +69,10 @@ def _describe(model_chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
             continue
         place = place_of(parameter)
         if place is None:
-            places = None
-            break
+            return None
         dtype = str(parameter.dtype).removeprefix("torch.")
-        places.append((name, rank, place.memory, place.offset, dtype, list(parameter.shape)))
-    return {"host": _host(), "places": places}
+        found.append((name, rank, place.memory, place.offset, dtype, list(parameter.shape)))
+    return found
 
 
 def _host() -> list[str]:

@@ -84,6 +84,7 @@ class Policy:
         self._save: checkpoint.Save | None = None
         self._trainer = Trainer(model, self._forward, optimizer, loss, total_steps, self._ranks)
         self._shared = shared_weights.connect(model, self._hf, self._ranks.command_group)
+        self._places = shared_weights.places(model)
 
     @property
     def is_driver(self) -> bool:
@@ -257,7 +258,7 @@ class Policy:
                     for _ in iter_hf_weights(self._trainer.model_chunks, self._hf):
                         pass
                 case "weights_in_place":
-                    dist.barrier(group=self._ranks.command_group)
+                    self._weights_stay()
                 case "offload":
                     self._trainer.offload()
                 case "onload":
@@ -323,10 +324,15 @@ class Policy:
         for item in self._gathering:  # noqa: UP028, "yield from" would end it where the caller stops
             yield item
 
-    def _iter_in_place(self) -> Iterator[tuple[str, SplitTensor]]:
+    def _iter_in_place(self) -> Iterator[tuple[str, torch.Tensor | SplitTensor]]:
         self._send(Command("weights_in_place"))
-        dist.barrier(group=self._ranks.command_group)  # every rank has ended its part of the last step
-        yield from self._shared
+        yield from self._shared if self._weights_stay() else self._iter_weights()
+
+    def _weights_stay(self) -> bool:
+        """When every rank has ended its part of the last step: whether all parameters are where they were at first."""
+        moved = torch.tensor(int(shared_weights.places(self._trainer.model_chunks) != self._places))
+        dist.all_reduce(moved, group=self._ranks.command_group)
+        return not moved
 
     def _start_checkpoint(self, folder: str | Path) -> None:
         self._save = checkpoint.start_save(folder, self._trainer, self._describe())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
@@ -43,6 +44,10 @@ class PolicySource(WeightSource):
                 raise WeightSyncError(
                     f"expected tensor '{name}' as {info.dtype} of shape {tuple(info.shape)}, "
                     f"found {split.dtype} of shape {split.shape}"
+                )
+            if (found := sum(part.numel() for part in split.parts)) != math.prod(split.shape):
+                raise WeightSyncError(
+                    f"expected parts of {split.shape} in all of tensor '{name}', found {found} elements"
                 )
             self.num_bytes += split.num_bytes
             yield name, split if self._split else split.join()
