@@ -95,8 +95,6 @@ def test_copies_do_what_the_loader_does(monkeypatch, dtype, arrangement):
     for found, expected in zip(model.results(), other.results(), strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)  # watching changed nothing
     direct = DirectLoading(model, None, watch)
-    if arrangement == "apart":  # layers in turn, as large ones are
-        monkeypatch.setattr(direct_loading, "_LARGE_BYTES", 0)
     live = model.norm.weight.data_ptr()
     for seed in (2, 3):
         new = tensors(seed, dtype)
@@ -146,9 +144,7 @@ def test_a_set_of_tensors_unlike_the_first_is_refused():
     assert direct.unfilled() == ["fused"]
 
 
-@pytest.mark.parametrize("large_bytes", [0, 2**23])
-def test_what_fails_in_the_background_fails_the_update_and_not_the_next(monkeypatch, large_bytes):
-    monkeypatch.setattr(direct_loading, "_LARGE_BYTES", large_bytes)
+def test_what_fails_in_the_background_fails_the_update_and_not_the_next(monkeypatch):
     model, other = Model(), Model()
     direct = DirectLoading(model, None, load_layerwise(model, tensors(1), watched=True))
     direct.start()
@@ -166,7 +162,8 @@ def test_what_fails_in_the_background_fails_the_update_and_not_the_next(monkeypa
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_large_layers_are_packed_by_all_threads_and_small_ones_by_one(monkeypatch):
+def test_packing_is_by_all_threads_as_the_loader_s_was(monkeypatch):
+    """For another number oneDNN may choose another layout, which vLLM's products of that shape would misread."""
     found, before = {}, torch.get_num_threads()
     take_in = direct_loading._Layer.take_in
 
@@ -174,13 +171,11 @@ def test_large_layers_are_packed_by_all_threads_and_small_ones_by_one(monkeypatc
         found[type(layer.module)] = torch.get_num_threads()
         take_in(layer)
 
-    model = Model()
-    watch = load_layerwise(model, tensors(1), watched=True)
-    monkeypatch.setattr(direct_loading, "_LARGE_BYTES", 1000)
     monkeypatch.setattr(direct_loading._Layer, "take_in", noting)
     torch.set_num_threads(2)
     try:
-        direct = DirectLoading(model, None, watch)
+        model = Model()
+        direct = DirectLoading(model, None, load_layerwise(model, tensors(1), watched=True))
         for _ in range(2):
             direct.start()
             direct.load(in_one_part(tensors(2).items()))

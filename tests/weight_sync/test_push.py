@@ -1,4 +1,7 @@
-"""Weights pushed into a live vLLM engine: before, after, and when something goes wrong. One engine for all tests."""
+"""Weights pushed into a live vLLM engine: before, after, and when something goes wrong. One engine for all tests.
+
+It has two threads: oneDNN may pack weights otherwise for one.
+"""
 
 import asyncio
 import os
@@ -82,7 +85,7 @@ def engine(loop, old, tmp_path_factory):
     folder = tmp_path_factory.mktemp("converted")
     hf_to_megatron(old.folder, folder / "megatron", ParallelSizes(tensor=2, pipeline=2))
     megatron_to_hf(folder / "megatron", folder / "hf")
-    engine = VLLMEngine(folder / "hf", EngineConfig(dtype="float32", kv_cache_gib=0.1, threads=1), max_model_len=512)
+    engine = VLLMEngine(folder / "hf", EngineConfig(dtype="float32", kv_cache_gib=0.1, threads=2), max_model_len=512)
     loop.run(engine.start())
     yield engine
     loop.run(engine.close())

@@ -30,9 +30,6 @@ _METHODS = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 _NUM_PROBES = 3
 """Rows by which a packed copy is compared with another."""
 
-_LARGE_BYTES = 2**23
-"""Of a layer on which all threads work together; where they do so on small ones, they mostly wait for each other."""
-
 
 class Rehearsal:
     """Beside vLLM's loader, puts the same tensors together by copies and compares, layer by layer, bit by bit."""
@@ -40,6 +37,7 @@ class Rehearsal:
     def __init__(self, watch: LoadWatch):
         self._watch = watch
         self._layers: dict[torch.nn.Module, dict[str, torch.Tensor]] = {}
+        self._background = _packing_thread()
 
     def repeat(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """After vLLM loaded ``tensors``; compares the layers that are complete with them."""
@@ -77,7 +75,7 @@ class Rehearsal:
             probe = torch.randn(_NUM_PROBES, copy.shape[1], generator=torch.Generator().manual_seed(0)).to(copy.dtype)
             of_vllm = layer.cpu_linear
             expected = of_vllm(probe, layer.weight, None)
-            pack(layer, copy)
+            self._background.submit(pack, layer, copy).result()  # where later updates do
             copy.zero_()  # what is loaded changes after the update: vLLM must keep none of it
             if not torch.equal(layer.cpu_linear(probe, layer.weight, None), expected):
                 layer.cpu_linear = of_vllm
@@ -94,7 +92,6 @@ class _Layer:
     heads: list[ParallelLMHead] = field(default_factory=list)
     """That keep a packed copy of its weight beside it: an output head itself, and one that is tied to an embedding."""
     num_elements: int = 0
-    num_bytes: int = 0
     num_arrived: int = 0
     arrived: list[tuple[Landing, SplitTensor]] = field(default_factory=list)
     """Where it lies, until it is copied or packed."""
@@ -105,6 +102,11 @@ class _Layer:
         """Note what of a tensor belongs here."""
         self.num_arrived += landing.target.num_elements
         self.arrived.append((landing, split))
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether its weight, or a head's copy of it, is kept packed."""
+        return self.layout is not None or bool(self.heads)
 
     @property
     def complete(self) -> bool:
@@ -157,10 +159,10 @@ class _Layer:
 
 
 class DirectLoading:
-    """Repeats what ``watch`` saw vLLM's loader do, in the background: large layers in turn, small ones side by side.
+    """Repeats what ``watch`` saw vLLM's loader do, in the background: packs in turn, and copies side by side meanwhile.
 
-    That is safe: what vLLM makes of a layer's weight (in 0.32 the constructor of its oneDNN handler, or its packing for
-    AMX) writes to nothing that layers share.
+    Packing is by as many threads as vLLM's own was: oneDNN may choose another layout for another number, and vLLM 0.32
+    multiplies all matrices of one shape as it once chose to for the first.
     """
 
     def __init__(self, model: torch.nn.Module, model_config: ModelConfig, watch: LoadWatch):
@@ -172,7 +174,6 @@ class DirectLoading:
             layer = self._layers.setdefault(place.layer, _Layer(place.layer))
             num_elements = sum(region.num_elements for region in watch.regions(place))
             layer.num_elements += num_elements
-            layer.num_bytes += num_elements * layout.itemsize
             if getattr(place.layer, place.name).shape != layout.shape:
                 layer.layout = layout
         # Other attention than vLLM's plain one, of which nothing is loaded, derives tensors from projections.
@@ -189,9 +190,8 @@ class DirectLoading:
             for layer in self._layers.values():
                 if getattr(layer.module, "weight", None) is head.weight:
                     layer.heads.append(head)
-        num_threads = torch.get_num_threads()
-        self._background = ThreadPoolExecutor(1, initializer=_compute_with, initargs=(num_threads,))
-        self._side_by_side = ThreadPoolExecutor(num_threads, initializer=_compute_with, initargs=(1,))
+        self._background = _packing_thread()
+        self._side_by_side = ThreadPoolExecutor(torch.get_num_threads(), initializer=_compute_with, initargs=(1,))
         self._at_work: Future[None] | None = None
         """Until what the last call of ``load`` brought is in its place."""
 
@@ -222,11 +222,10 @@ class DirectLoading:
 
     def _take_in(self, layers: Sequence[_Layer]) -> None:
         """``load``, in the background."""
-        small = [layer for layer in layers if layer.num_bytes < _LARGE_BYTES]
-        at_work = [self._side_by_side.submit(layer.take_in) for layer in small]
+        at_work = [self._side_by_side.submit(layer.take_in) for layer in layers if not layer.is_packed]
         try:
             for layer in layers:
-                if layer.num_bytes >= _LARGE_BYTES:
+                if layer.is_packed:
                     layer.take_in()
         finally:
             wait(at_work)
@@ -269,6 +268,10 @@ def pack(layer: torch.nn.Module, weight: torch.Tensor) -> None:
         layer.quant_method.process_weights_after_loading(layer)
     finally:
         layer.register_parameter("weight", held)
+
+
+def _packing_thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, initializer=_compute_with, initargs=(torch.get_num_threads(),))
 
 
 def _compute_with(num_threads: int) -> None:
