@@ -14,6 +14,7 @@ import torch
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -104,9 +105,10 @@ class _Layer:
         self.arrived.append((landing, split))
 
     @property
-    def is_packed(self) -> bool:
-        """Whether its weight, or a head's copy of it, is kept packed."""
-        return self.layout is not None or bool(self.heads)
+    def is_packed_by_onednn(self) -> bool:
+        """Its weight, or a head's copy of it; vLLM's other packing, for AMX, knows one layout."""
+        weight = self.module.weight if self.layout is None and self.heads else self.layout
+        return weight is not None and not check_cpu_sgl_kernel(*weight.shape, weight.dtype)
 
     @property
     def complete(self) -> bool:
@@ -159,10 +161,10 @@ class _Layer:
 
 
 class DirectLoading:
-    """Repeats what ``watch`` saw vLLM's loader do, in the background: packs in turn, and copies side by side meanwhile.
+    """Repeats what ``watch`` saw vLLM's loader do, in the background: layers side by side, but what oneDNN packs in turn.
 
-    Packing is by as many threads as vLLM's own was: oneDNN may choose another layout for another number, and vLLM 0.32
-    multiplies all matrices of one shape as it once chose to for the first.
+    That is by as many threads as vLLM's own packing was: oneDNN may choose another layout for another number, and vLLM
+    0.32 multiplies all matrices of one shape as it once chose to for the first.
     """
 
     def __init__(self, model: torch.nn.Module, model_config: ModelConfig, watch: LoadWatch):
@@ -222,10 +224,10 @@ class DirectLoading:
 
     def _take_in(self, layers: Sequence[_Layer]) -> None:
         """``load``, in the background."""
-        at_work = [self._side_by_side.submit(layer.take_in) for layer in layers if not layer.is_packed]
+        at_work = [self._side_by_side.submit(layer.take_in) for layer in layers if not layer.is_packed_by_onednn]
         try:
             for layer in layers:
-                if layer.is_packed:
+                if layer.is_packed_by_onednn:
                     layer.take_in()
         finally:
             wait(at_work)
