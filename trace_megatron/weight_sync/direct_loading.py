@@ -161,10 +161,10 @@ class _Layer:
 
 
 class DirectLoading:
-    """Repeats what ``watch`` saw vLLM's loader do, in the background: layers side by side, but what oneDNN packs in turn.
+    """Repeats what ``watch`` saw vLLM's loader do, in the background: layers side by side, but for what oneDNN packs.
 
-    That is by as many threads as vLLM's own packing was: oneDNN may choose another layout for another number, and vLLM
-    0.32 multiplies all matrices of one shape as it once chose to for the first.
+    It does so in turn, by as many threads as vLLM's own packing was: it may choose another layout for another number,
+    and vLLM 0.32 multiplies all matrices of one shape as it once chose to for the first.
     """
 
     def __init__(self, model: torch.nn.Module, model_config: ModelConfig, watch: LoadWatch):
