@@ -82,7 +82,7 @@ async def drive(policy, options: argparse.Namespace, engine_tp: int) -> None:
     from trace_megatron.weight_sync.push import WeightSync
 
     weights = policy.weights if options.gather else policy.weights_in_place
-    engine_config = EngineConfig(dtype="float32", kv_cache_gib=0.1, threads=1, tensor_parallel=engine_tp)
+    engine_config = EngineConfig(dtype="float32", kv_cache_gib=0.1, threads=2, tensor_parallel=engine_tp)
     engine = VLLMEngine(options.folder / "old", engine_config, max_model_len=256)
     await engine.start()
     try:
