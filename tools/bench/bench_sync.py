@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--buckets", default="64,512", help="MiB")
     arguments = parser.parse_args()
+    if arguments.scratch and not arguments.config:
+        parser.error("--scratch is for the model of --config")
     dtype = getattr(torch, arguments.dtype)
     if arguments.config:
         hf = parse_hf_config(json.loads(arguments.config.read_text()), str(arguments.config))
@@ -68,25 +70,33 @@ def main() -> None:
         loaded = {name: value for file in files for name, value in load_file(file).items()}
         tensors = {name: loaded[name].to(dtype) for weight in exported_weights(hf) for name in weight.hf}
     infos = [TensorInfo(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    if arguments.config and arguments.scratch:
-        arguments.scratch.mkdir()
+    if not arguments.scratch:
+        measure(arguments, hf, infos, tensors)
+        return
+    arguments.scratch.mkdir()
+    try:
         writer = HFWriter(arguments.scratch, infos)
         for name, tensor in tensors.items():
             writer.write(name, tensor)
         writer.close()
         shutil.copy(arguments.config, arguments.scratch / "config.json")
+        measure(arguments, hf, infos, tensors)
+    finally:
+        shutil.rmtree(arguments.scratch)
+
+
+def measure(
+    arguments: argparse.Namespace, hf: HFModelConfig, infos: list[TensorInfo], tensors: dict[str, torch.Tensor]
+) -> None:
+    """All parts; takes the tensors away."""
     fused = [(w, to_shard(w, [tensors.pop(name) for name in w.hf], hf, 0, 1)) for w in exported_weights(hf)]
     memcpy = Memcpy(sum(shard.nbytes for _, shard in fused))
     print(f"load average before: {psutil.getloadavg()[0]:.1f} on {psutil.cpu_count()} cores")
-    try:
-        for bucket_mib in map(int, arguments.buckets.split(",")):
-            measure_alone(hf, infos, fused, memcpy, bucket_mib)
-        measure_packing(fused, memcpy)
-        if not arguments.config or arguments.scratch:
-            asyncio.run(measure(arguments, hf, infos, fused, memcpy))
-    finally:
-        if arguments.scratch:
-            shutil.rmtree(arguments.scratch)
+    for bucket_mib in map(int, arguments.buckets.split(",")):
+        measure_alone(hf, infos, fused, memcpy, bucket_mib)
+    measure_packing(fused, memcpy)
+    if not arguments.config or arguments.scratch:
+        asyncio.run(measure_end_to_end(arguments, hf, infos, fused, memcpy))
 
 
 class Memcpy:
@@ -170,7 +180,7 @@ class ReturningClient:
         pass
 
 
-async def measure(
+async def measure_end_to_end(
     arguments: argparse.Namespace, hf: HFModelConfig, infos: list[TensorInfo], fused: Weights, memcpy: Memcpy
 ) -> None:
     config = EngineConfig(dtype=arguments.dtype, kv_cache_gib=0.5)
