@@ -95,7 +95,7 @@ def check(work: Path, name: str, model: str, policy: PolicyConfig) -> None:
             assert_whole(item, info)
         else:
             assert item == (info.name, None)
-    shared = shared_weights.connect(chunks, hf, dist.group.WORLD)
+    shared = shared_weights.connect(chunks, shared_weights.find_places(chunks), hf, dist.group.WORLD)
     assert (shared is not None) == (dist.get_rank() == 0)
     for sign in (1, -1, 1):
         if shared is not None:

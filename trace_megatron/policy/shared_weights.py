@@ -42,10 +42,13 @@ class SharedWeights:
 
 
 def connect(
-    model_chunks: Sequence[torch.nn.Module], hf: HFModelConfig, group: dist.ProcessGroup
+    model_chunks: Sequence[torch.nn.Module], places: list[tuple] | None, hf: HFModelConfig, group: dist.ProcessGroup
 ) -> SharedWeights | None:
-    """Collective over ``group``, all ranks; None on all but rank 0, and where it cannot read all weights in place."""
-    descriptions = _gather({"host": _host(), "places": places(model_chunks)}, group)
+    """Collective over ``group``, all ranks; None on all but rank 0, and where it cannot read all weights in place.
+
+    ``places``: this rank's, as ``find_places`` knows them.
+    """
+    descriptions = _gather({"host": _host(), "places": places}, group)
     here = descriptions[0]["host"]
     if dist.get_rank(group) != 0 or any(one["host"] != here or one["places"] is None for one in descriptions):
         return None
@@ -55,7 +58,7 @@ def connect(
         return None
 
 
-def places(model_chunks: Sequence[torch.nn.Module]) -> list[tuple] | None:
+def find_places(model_chunks: Sequence[torch.nn.Module]) -> list[tuple] | None:
     """Where this rank's parameters are, JSON values, of those that rank 0 reads; None: not all are shared."""
     found = []
     for name, parameter in named_parameters(model_chunks).items():

@@ -83,8 +83,8 @@ class Policy:
         self._gathering: Iterator[tuple[str, torch.Tensor]] = iter(())
         self._save: checkpoint.Save | None = None
         self._trainer = Trainer(model, self._forward, optimizer, loss, total_steps, self._ranks)
-        self._shared = shared_weights.connect(model, self._hf, self._ranks.command_group)
-        self._places = shared_weights.places(model)
+        self._places = shared_weights.find_places(model)
+        self._shared = shared_weights.connect(model, self._places, self._hf, self._ranks.command_group)
 
     @property
     def is_driver(self) -> bool:
@@ -330,7 +330,7 @@ class Policy:
 
     def _weights_stay(self) -> bool:
         """When every rank has ended its part of the last step: whether all parameters are where they were at first."""
-        moved = torch.tensor(int(shared_weights.places(self._trainer.model_chunks) != self._places))
+        moved = torch.tensor(int(shared_weights.find_places(self._trainer.model_chunks) != self._places))
         dist.all_reduce(moved, group=self._ranks.command_group)
         return not moved
 
